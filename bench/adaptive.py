@@ -112,6 +112,7 @@ class AdaptiveBench:
             block_size=BLOCK_SIZE,
             num_kv_blocks=num_blocks_for(most, max_model_len),
             enable_prefix_caching=False,
+            draft_weight_bits=self.args.draft_weight_bits,
             **model_options(self.args),
             **self.settings[setting],
         )

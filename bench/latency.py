@@ -72,6 +72,7 @@ class LatencyBench:
             dtype=args.dtype,
             **model_options(args),
             speculation="fixed",
+            draft_weight_bits=args.draft_weight_bits,
             max_draft_tokens=args.max_draft_tokens,
             max_batch_size=args.max_batch_size,
             max_model_len=max(workload.max_len for workload in self.workloads),

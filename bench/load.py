@@ -140,6 +140,7 @@ class LoadBench:
             "max_model_len": max_model_len,
             "max_waiting_requests": 100_000,
             "block_size": BLOCK_SIZE,
+            "draft_weight_bits": self.args.draft_weight_bits,
             **model_options(self.args),
             **scenario.options,
         }

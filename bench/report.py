@@ -108,8 +108,9 @@ def add_target(parser: argparse.ArgumentParser) -> None:
 
 
 def add_draft(parser: argparse.ArgumentParser) -> None:
-    """Add the option that says which model is the draft; `parse` fills in that of the demo pair, if its target is asked for."""
+    """Add the options for the draft and how it is loaded; `parse` fills in that of the demo pair, if its target is asked for."""
     parser.add_argument("--draft-model", help="folder or hub id of the draft, or ngram (default: the demo's, or none)")
+    parser.add_argument("--draft-weight-bits", type=int, help="of Titan's draft: 8, or as they are (default)")
 
 
 def model_options(args: argparse.Namespace) -> dict[str, Any]:

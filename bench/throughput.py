@@ -65,6 +65,7 @@ class ThroughputBench:
             "model": resolve_model(args.model, "target"),
             "draft_model": args.draft_model and resolve_model(args.draft_model, "draft"),
             "device": str(choose_device(args.device)),
+            "draft_weight_bits": args.draft_weight_bits,
             "max_draft_tokens": args.max_draft_tokens,
             "max_batch_size": max(args.concurrency),
             "max_model_len": args.prompt_len.high + args.output_len.high,

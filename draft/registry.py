@@ -73,12 +73,18 @@ def _open_draft_model(spec: str, options: ModelOptions, context: DraftContext) -
         files = ModelFiles(folder, download_dir=options.download_dir)
         checkpoint = open_model(files, options.model_impl, trust_remote_code=trust)
         tokenizer = load_tokenizer(folder, download_dir=options.download_dir, trust_remote_code=trust)
+    weight_bits = options.draft_weight_bits
+    if weight_bits is not None and not context.backend.has_short_weights:
+        raise ValueError(
+            f"draft_weight_bits={weight_bits} is not supported by these kernels ({context.backend.name}): allowed is None, and 8 "
+            f"on a CPU with AVX-512 and no AMX"
+        )
     vocabulary = _map_vocabulary(spec, checkpoint.config, tokenizer, context)
 
     def load() -> Drafter:
         order = None if vocabulary is None else vocabulary.order
         with _naming_the_draft(spec):
-            model = load_model(checkpoint, dtype=context.dtype, backend=context.backend, order=order)
+            model = load_model(checkpoint, dtype=context.dtype, backend=context.backend, order=order, weight_bits=weight_bits)
         return DraftModelDrafter(spec, model, context, vocabulary)
 
     return load

@@ -361,6 +361,7 @@ class Backend(Protocol):
     name: str
     device: torch.device
     is_host: bool  # whether tensors are in the host's memory, so that reading them costs nothing
+    has_short_weights: bool  # whether weights whose numbers bfloat16 holds with 3 bits of mantissa take 8 bits each
     cache: CacheOps
     sampling: SamplingOps
     trees: TreeOps

@@ -1,8 +1,9 @@
-// Pairs of bfloat16 weights in 12 bits each, without loss, where reading the weights is what products take their time for.
+// Pairs of bfloat16 weights in 12 bits each, without loss, where reading the weights is what products take their time for; in 8 bits,
+// if their mantissas end after 3 of theirs.
 //
 // The upper byte of a weight is its sign and most of its exponent: those of a block of weights have few values. Each block has a palette
-// of 16, and of each weight its lower byte and the number of its upper one, 4 bits. Number 0 is the byte 0; the others are the most
-// frequent ones. A weight whose upper byte is not among them is rare: it is coded as 0.0, and its products are added to the sums at the
+// of 16, and of each weight its lower byte, or the upper half of that, and the number of its upper one, 4 bits. Number 0 is the byte 0;
+// the others are the most frequent ones. A weight whose upper byte is not among them is rare: it is coded as 0.0, and its products are added to the sums at the
 // end. Splitting off the exponents, since they hold little, is from Zhang et al., "70% Size, 100% Accuracy: Lossless LLM Compression
 // for Efficient GPU Inference via Dynamic-Length Float (DFloat11)", 2025; codes of one length take a few instructions to read.
 
@@ -39,14 +40,16 @@ namespace {
 
 constexpr int kUnitInputs = 8; // inputs whose weights are coded together
 constexpr int kPartBytes = 64; // of a unit's parts: the numbers of upper bytes, 4 bits each; lower bytes of 4 inputs; those of 4 more
-constexpr int kLowParts = 2;
-constexpr int kUnitBytes = (1 + kLowParts) * kPartBytes;
 
-constexpr int64_t code_bytes(int64_t depth) { return sizeof(CodeHeader) + depth / kUnitInputs * kUnitBytes; }
-
-// The codes of a block: [depth / kUnitInputs, kUnitBytes], behind their header.
+// The codes of a block, of 12 or 8 bits: [depth / kUnitInputs, kUnitBytes], behind their header.
+template <int Bits>
 struct Codes {
-  Codes(const void* blocks, int64_t block, int64_t depth) : start(static_cast<const uint8_t*>(blocks) + block * code_bytes(depth)) {}
+  static constexpr int kUnitBytes = kUnitInputs * kBlock * Bits / 8;
+  static constexpr bool kIsShort = Bits == 8; // the third part is missing: the second has the upper halves of all lower bytes
+
+  static constexpr int64_t num_bytes(int64_t depth) { return sizeof(CodeHeader) + depth / kUnitInputs * kUnitBytes; }
+
+  Codes(const void* blocks, int64_t block, int64_t depth) : start(static_cast<const uint8_t*>(blocks) + block * num_bytes(depth)) {}
 
   const CodeHeader& header() const { return *reinterpret_cast<const CodeHeader*>(start); }
   const uint8_t* units() const { return start + sizeof(CodeHeader); }
@@ -64,23 +67,22 @@ struct Codes {
 // Where in a unit the code of an output's weight is: as vectors are interleaved, 8 bytes of one and 8 of another at a time.
 struct CodePlace {
   CodePlace(int64_t input, int64_t output)
-      : byte(output / 4 * 16 + input / 2 % 2 * 8 + output % 4 * 2 + input % 2),
-        low(kPartBytes + input / 4 % 2 * kPartBytes + byte),
-        shift(static_cast<int>(input / 4 % 2 * 4)) {}
-  int64_t byte; // that holds the number of the upper byte
-  int64_t low;  // the lower byte
-  int shift;    // of the number in its byte
+      : byte(output / 4 * 16 + input / 2 % 2 * 8 + output % 4 * 2 + input % 2), is_second(input / 4 % 2), shift(is_second ? 4 : 0) {}
+  int64_t byte;   // of a part: that of the upper bytes' numbers, and that of the lower bytes
+  bool is_second; // of the two halves of a unit
+  int shift;      // of the number in its byte
 };
 
 // Copy the weights of an output to `result`, [num_inputs].
-template <typename T>
+template <int Bits, typename T>
 void unpack_codes(const Weight& weight, int64_t row, T* result) {
-  const Codes codes(weight.data, row / kBlock, depth_of(weight));
+  const Codes<Bits> codes(weight.data, row / kBlock, depth_of(weight));
   for (int64_t i = 0; i < weight.num_inputs; ++i) {
-    const uint8_t* unit = codes.units() + i / kUnitInputs * kUnitBytes;
+    const uint8_t *unit = codes.units() + i / kUnitInputs * codes.kUnitBytes, *low = unit + kPartBytes;
     const CodePlace place(i, row % kBlock);
     const int high = codes.header().palette[unit[place.byte] >> place.shift & 15];
-    narrow(widen(BFloat16{static_cast<uint16_t>(high << 8 | unit[place.low])}), &result[i]);
+    const int lower = codes.kIsShort ? (low[place.byte] >> place.shift & 15) << 4 : low[place.byte + place.is_second * kPartBytes];
+    narrow(widen(BFloat16{static_cast<uint16_t>(high << 8 | lower)}), &result[i]);
   }
   codes.for_each_rare([&](const RareWeight& rare) {
     if (rare.output == row % kBlock) narrow(widen(rare.value), &result[rare.input]);
@@ -90,32 +92,35 @@ void unpack_codes(const Weight& weight, int64_t row, T* result) {
 #ifdef TITAN_HAS_CODES
 
 // As `multiply_blocks`, by blocks of a weight in codes, the first at `start`; rare weights are 0.0.
-template <int M, int B, typename X>
+template <int M, int B, int Bits, typename X>
 [[gnu::noinline]] void multiply_units(const X* x, int64_t stride, const uint8_t* start, int64_t depth, Lanes (&results)[B][M]) {
+  constexpr int kUnitBytes = Codes<Bits>::kUnitBytes;
   const int64_t last = depth - kPrefetchBytes / kUnitBytes * kUnitInputs;
   const uint8_t* unit[B];
   __m512i palette[B]; // in every 16 bytes
   for (int block = 0; block < B; ++block) {
-    const Codes codes(start, block, depth);
+    const Codes<Bits> codes(start, block, depth);
     unit[block] = codes.units();
     palette[block] = _mm512_broadcast_i32x4(load<__m128i>(codes.header().palette));
   }
   Lanes sums[B][1][M] = {};
   for (int64_t input = 0; input < depth; input += kUnitInputs) {
-    const int64_t ahead = kPrefetchBytes + (input < last ? 0 : (B - 1) * code_bytes(depth));
+    const int64_t ahead = kPrefetchBytes + (input < last ? 0 : (B - 1) * Codes<Bits>::num_bytes(depth));
     for (int block = 0; block < B; ++block)
       for (int part = 0; part < kUnitBytes; part += kPartBytes) __builtin_prefetch(unit[block] + ahead + part, 0, kToL2);
 #pragma GCC unroll 2
-    for (int part = 0; part < kLowParts; ++part)
+    for (int half = 0; half < 2; ++half)
 #pragma GCC unroll 3
       for (int block = 0; block < B; ++block) {
-        const Words numbers = load<Words>(unit[block]) >> 4 * part & 0x0f0f0f0fu;
-        const __m512i low = load<__m512i>(unit[block] + (1 + part) * kPartBytes);
+        const Words numbers = load<Words>(unit[block]) >> 4 * half & 0x0f0f0f0fu;
+        Words low = load<Words>(unit[block] + (1 + (Bits == 12) * half) * kPartBytes);
+        if constexpr (Bits == 8) low = low << 4 * (1 - half) & 0xf0f0f0f0u;
         const __m512i high = _mm512_shuffle_epi8(palette[block], reinterpret<__m512i>(numbers));
-        const Words pairs[2][1] = {{reinterpret<Words>(_mm512_unpacklo_epi8(low, high))}, {reinterpret<Words>(_mm512_unpackhi_epi8(low, high))}};
+        const __m512i lower = reinterpret<__m512i>(low);
+        const Words pairs[2][1] = {{reinterpret<Words>(_mm512_unpacklo_epi8(lower, high))}, {reinterpret<Words>(_mm512_unpackhi_epi8(lower, high))}};
 #pragma GCC unroll 2
         for (int pair = 0; pair < 2; ++pair) {
-          add_products<M, 1>(x + input + 4 * part + 2 * pair, stride, pairs[pair], sums[block]);
+          add_products<M, 1>(x + input + 4 * half + 2 * pair, stride, pairs[pair], sums[block]);
           asm volatile("" : : : "memory"); // or GCC keeps numbers of x in registers for the next block, and sums out of them
         }
       }
@@ -128,11 +133,11 @@ template <int M, int B, typename X>
 }
 
 // Multiply x [M, depth], `stride` apart, by B blocks of a weight.
-template <int M, int B, typename X>
+template <int M, int B, int Bits, typename X>
 void multiply_codes(const X* x, int64_t stride, const Weight& weight, int64_t block, int64_t depth, Lanes (&sums)[B][M]) {
-  multiply_units<M, B>(x, stride, Codes(weight.data, block, depth).start, depth, sums);
+  multiply_units<M, B, Bits>(x, stride, Codes<Bits>(weight.data, block, depth).start, depth, sums);
   for (int b = 0; b < B; ++b)
-    Codes(weight.data, block + b, depth).for_each_rare([&](const RareWeight& rare) {
+    Codes<Bits>(weight.data, block + b, depth).for_each_rare([&](const RareWeight& rare) {
       for (int row = 0; row < M; ++row)
         sums[b][row][rare.output] += widen(x[row * stride + rare.input]) * widen(rare.value);
     });
@@ -169,12 +174,14 @@ extern "C" void choose_palettes(Team* team, const uint16_t* rows, int64_t num_ro
   });
 }
 
-// Code rows [num_rows, depth] from `first_block` on. `headers` are complete; `blocks` is where those of all blocks and their codes go.
-extern "C" void make_codes(Team* team, const uint16_t* rows, int64_t num_rows, int64_t depth, int64_t first_block,
-                           const CodeHeader* headers, uint8_t* blocks) {
+namespace {
+
+template <int Bits>
+void make_codes(Team* team, const uint16_t* rows, int64_t num_rows, int64_t depth, int64_t first_block, const CodeHeader* headers,
+                uint8_t* blocks) {
   share(team, num_rows / kBlock, kBlock * depth, [&](int64_t index) {
     const CodeHeader& header = headers[first_block + index];
-    uint8_t* start = blocks + (first_block + index) * code_bytes(depth);
+    uint8_t* start = blocks + (first_block + index) * Codes<Bits>::num_bytes(depth);
     std::memcpy(start, &header, sizeof header);
     RareWeight* rare = reinterpret_cast<RareWeight*>(start + header.rare_offset);
     uint8_t* unit = start + sizeof header;
@@ -182,17 +189,30 @@ extern "C" void make_codes(Team* team, const uint16_t* rows, int64_t num_rows, i
     uint8_t numbers[256];
     std::fill_n(numbers, 256, kRare);
     for (uint8_t i = 0; i < kPalette; ++i) numbers[header.palette[i]] = i;
-    for (int64_t first = 0; first < depth; first += kUnitInputs, unit += kUnitBytes) {
-      std::fill_n(unit, kPartBytes, uint8_t{});
+    for (int64_t first = 0; first < depth; first += kUnitInputs, unit += Codes<Bits>::kUnitBytes) {
+      std::fill_n(unit, Codes<Bits>::kUnitBytes, uint8_t{});
       for (int64_t output = 0; output < kBlock; ++output)
         for (int64_t input = first; input < first + kUnitInputs; ++input) {
           const uint16_t bits = rows[(index * kBlock + output) * depth + input];
           const CodePlace place(input, output);
           const uint8_t number = numbers[bits >> 8];
-          if (number == kRare) *rare++ = {static_cast<int32_t>(input), static_cast<uint16_t>(output), {bits}};
-          unit[place.byte] |= number % kPalette << place.shift;
-          unit[place.low] = number == kRare ? 0 : static_cast<uint8_t>(bits);
+          if (number == kRare) {
+            *rare++ = {static_cast<int32_t>(input), static_cast<uint16_t>(output), {bits}};
+            continue; // 0.0
+          }
+          unit[place.byte] |= number << place.shift;
+          uint8_t& low = unit[kPartBytes + place.byte + (Codes<Bits>::kIsShort ? 0 : place.is_second * kPartBytes)];
+          low |= Codes<Bits>::kIsShort ? (bits >> 4 & 15) << place.shift : bits & 255;
         }
     }
   });
+}
+
+} // namespace
+
+// Code rows [num_rows, depth] from `first_block` on, in 12 or 8 bits. `headers` are complete; `blocks` is where those of all blocks and
+// their codes go.
+extern "C" void make_codes(Team* team, const uint16_t* rows, int64_t num_rows, int64_t depth, int64_t first_block,
+                           const CodeHeader* headers, uint8_t* blocks, int64_t bits) {
+  (bits == 8 ? make_codes<8> : make_codes<12>)(team, rows, num_rows, depth, first_block, headers, blocks);
 }

@@ -15,13 +15,19 @@
 
 namespace {
 
+// Bits of a weight in codes, by what is said to be packed; 0: others.
+template <typename Packed>
+constexpr int kBitsOf = 0;
+template <int Bits>
+constexpr int kBitsOf<Codes<Bits>> = Bits;
+
 // Multiply M rows with B blocks of the weight.
 template <typename T, typename X, typename Packed, int M, int B>
 void multiply_strip(const Weight& weight, const X* x, int64_t stride, int64_t block, const T* residual, T* output) {
   const int64_t depth = depth_of(weight);
   Lanes sums[B * kParts][M];
-  if constexpr (std::is_same_v<Packed, Codes>)
-    multiply_codes<M, B>(x, stride, weight, block, depth, sums);
+  if constexpr (kBitsOf<Packed> > 0)
+    multiply_codes<M, B, kBitsOf<Packed>>(x, stride, weight, block, depth, sums);
   else
     multiply_blocks<M, B>(x, stride, static_cast<const Packed*>(weight.data) + block * kBlock * depth, depth, sums);
   const T* bias = static_cast<const T*>(weight.bias);
@@ -50,10 +56,12 @@ void multiply_by_vectors(Member& member, const Weight& weight, const X* x, int64
     for (int64_t first = 0; first < num_rows; first += group_rows) {
       const int64_t place = first * weight.num_outputs;
       with_constant<kMostRows>(std::min(group_rows, num_rows - first), [&](auto m) {
-        for (int64_t block = strip * most; block < end; block += most_blocks(m))
-          with_constant<most_blocks(m)>(end - block, [&](auto b) {
-            multiply_strip<T, X, Packed, m, b>(weight, x + first * stride, stride, block, residual ? residual + place : nullptr, output + place);
-          });
+        const auto multiply = [&](int64_t block, auto b) {
+          multiply_strip<T, X, Packed, m, b>(weight, x + first * stride, stride, block, residual ? residual + place : nullptr, output + place);
+        };
+        int64_t block = strip * most;
+        for (; block + most_blocks(m) <= end; block += most_blocks(m)) multiply(block, std::integral_constant<int, most_blocks(m)>{});
+        for (; block < end; ++block) multiply(block, std::integral_constant<int, 1>{}); // of the last strip: other numbers take long to compile
       });
     }
   });
@@ -85,7 +93,9 @@ void linear(Member& member, const Weight& weight, const T* x, int64_t num_rows, 
   }
   const auto multiply = [&](const Row<T>* rows) {
 #ifdef TITAN_HAS_CODES
-    if (weight.format == kCodes) return multiply_by_vectors<T, Row<T>, Codes>(member, weight, rows, depth, num_rows, residual, output);
+    if (weight.format == kCodes) return multiply_by_vectors<T, Row<T>, Codes<12>>(member, weight, rows, depth, num_rows, residual, output);
+    if (weight.format == kShortCodes)
+      return multiply_by_vectors<T, Row<T>, Codes<8>>(member, weight, rows, depth, num_rows, residual, output);
 #endif
     multiply_by_vectors<T, Row<T>, BFloat16>(member, weight, rows, depth, num_rows, residual, output);
   };
@@ -103,7 +113,8 @@ void linear(Member& member, const Weight& weight, const T* x, int64_t num_rows, 
 // Copy the weights of an output to `result`, [num_inputs].
 template <typename T>
 void unpack_row(const Weight& weight, int64_t row, T* result) {
-  if (weight.format == kCodes) return unpack_codes(weight, row, result);
+  if (weight.format == kCodes) return unpack_codes<12>(weight, row, result);
+  if (weight.format == kShortCodes) return unpack_codes<8>(weight, row, result);
   const int64_t size = weight.num_inputs, first = row / kBlock * kBlock * depth_of(weight), lane = row % kBlock;
   if (weight.format == kPairs) {
     const BFloat16* pairs = static_cast<const BFloat16*>(weight.data) + first + 2 * lane;

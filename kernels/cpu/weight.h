@@ -8,7 +8,7 @@
 
 extern "C" {
 
-enum WeightFormat : int64_t { kFloat32 = 0, kFloat16 = 1, kPairs = 2, kCodes = 3 };
+enum WeightFormat : int64_t { kFloat32 = 0, kFloat16 = 1, kPairs = 2, kCodes = 3, kShortCodes = 4 };
 
 struct Weight {
   // [blocks, inputs, kBlock], or pairs of bfloat16, [blocks, inputs / 2, kBlock, 2], or codes of these, see `codes.h`; padded with zeros
@@ -27,7 +27,7 @@ constexpr int kPairInputs = 32; // numbers of inputs that pairs are padded to, a
 
 inline int64_t round_up(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
 
-inline bool is_of_pairs(const Weight& weight) { return weight.format == kPairs || weight.format == kCodes; }
+inline bool is_of_pairs(const Weight& weight) { return weight.format >= kPairs; }
 
 // Number of inputs with their padding.
 inline int64_t depth_of(const Weight& weight) {

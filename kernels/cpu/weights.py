@@ -5,12 +5,12 @@ exactly: most models are published in bfloat16; run in float32, half of the bits
 weights are packed as [outputs / 16, inputs, 16], in float16 if that holds them exactly.
 
 With AVX-512, but not with matrix units, pairs are kept in codes of 12 bits, without loss (``codes.h``): a pass of few rows takes
-as long as reading the weights does.
+as long as reading the weights does. Those whose mantissas end after 3 bits take 8 bits.
 
 A packed weight is a tensor of integers, so that no operation of PyTorch takes it for numbers: int32 [out_features, inputs / 2] of
-pairs, uint8 [out_features, bytes of a block / 16] of codes, uint16 [out_features, inputs] of float16, or uint32 of float32. Its
-first rows are a weight, too. Its storage is padded to whole blocks; of pairs, to multiples of 32 outputs and inputs, tiles of the
-matrix units; of codes, to multiples of 32 inputs, and the rare weights stand behind the blocks.
+pairs, uint8 [out_features, bytes of a block / 16] of codes, int8 of those of 8 bits, uint16 [out_features, inputs] of float16, or
+uint32 of float32. Its first rows are a weight, too. Its storage is padded to whole blocks; of pairs, to multiples of 32 outputs and
+inputs, tiles of the matrix units; of codes, to multiples of 32 inputs, and the rare weights stand behind the blocks.
 """
 
 from __future__ import annotations
@@ -35,8 +35,11 @@ PAIR_INPUTS = 32
 CHUNK_ROWS = 256
 """Outputs that are packed together: little memory is needed at a time, and there is work for all threads."""
 
-PALETTE, CODE_BITS = 16, 12
-"""``kPalette`` of the C++, and bits of a weight."""
+PALETTE = 16
+"""``kPalette`` of the C++."""
+
+CODE_BITS = {torch.uint8: 12, torch.int8: 8}
+"""Bits of a weight in codes, by the dtype of packed weights."""
 
 HEADER_BYTES, RARE_BYTES = 64, 8
 """Sizes of ``CodeHeader`` and ``RareWeight`` of the C++."""
@@ -44,7 +47,7 @@ HEADER_BYTES, RARE_BYTES = 64, 8
 MAX_RARE = 1 / 1024
 """Largest part of a weight's numbers that may be rare: their products are added one by one. Of normal ones 1 / 4000 is."""
 
-FORMATS = {torch.uint32: 0, torch.uint16: 1, torch.int32: 2, torch.uint8: 3}
+FORMATS = {torch.uint32: 0, torch.uint16: 1, torch.int32: 2, torch.uint8: 3, torch.int8: 4}
 """``WeightFormat`` of the C++, by the dtype of packed weights."""
 
 NUMBERS = {torch.uint32: torch.float32, torch.uint16: torch.float16, torch.int32: torch.bfloat16}
@@ -89,13 +92,15 @@ def _make_codes(weight: Tensor, kernels: CompiledKernels) -> Tensor | None:
     num_rare = int(counts.sum())
     if num_rare > MAX_RARE * weight.numel():
         return None
-    block_bytes = HEADER_BYTES + BLOCK * depth * CODE_BITS // 8
+    is_short = not any((rows.view(torch.int16) & 15).any() for _, rows in _pieces(weight, torch.bfloat16, num_rows, depth))
+    dtype = torch.int8 if is_short else torch.uint8
+    block_bytes = HEADER_BYTES + BLOCK * depth * CODE_BITS[dtype] // 8
     offsets.copy_((counts.cumsum(0) - counts) * RARE_BYTES + torch.arange(num_blocks, 0, -1) * block_bytes)
-    coded = torch.empty(num_blocks * block_bytes + num_rare * RARE_BYTES, dtype=torch.uint8)
+    coded = torch.empty(num_blocks * block_bytes + num_rare * RARE_BYTES, dtype=dtype)
     use_huge_pages(coded.data_ptr(), coded.nbytes)
-    make = kernels.function("make_codes", None, *arguments, POINTER, POINTER)
+    make = kernels.function("make_codes", None, *arguments, POINTER, POINTER, INT)
     for first, rows in _pieces(weight, torch.bfloat16, num_rows, depth):
-        make(rows.data_ptr(), len(rows), depth, first // BLOCK, headers.data_ptr(), coded.data_ptr())
+        make(rows.data_ptr(), len(rows), depth, first // BLOCK, headers.data_ptr(), coded.data_ptr(), CODE_BITS[dtype])
     return coded[: num_blocks * block_bytes].view(num_rows, -1)[: len(weight)]
 
 

@@ -47,6 +47,7 @@ class TorchBackend:
     """
 
     name = "PyTorch"
+    has_short_weights = False
 
     def __init__(self, device: torch.device, description: str = "PyTorch", num_threads: int | None = None) -> None:
         self.device = device

@@ -55,6 +55,7 @@ class TritonBackend:
 
     name = "Triton"
     is_host = False
+    has_short_weights = False
 
     def __init__(self, device: torch.device, capture: Callable[[], Capture] = cuda_graph_capture) -> None:
         self.device = device

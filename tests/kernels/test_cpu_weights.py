@@ -19,7 +19,8 @@ from torch import Tensor
 from titan.kernels.cpu import weights as cpu_weights
 from titan.kernels.cpu.compiled import CompiledKernels
 from titan.kernels.cpu.layers import CompiledOps
-from titan.kernels.cpu.weights import HUGE_PAGE_BYTES, MAX_RARE, pack_weight, weight_struct
+from titan.kernels.cpu.weights import CODE_BITS, HUGE_PAGE_BYTES, MAX_RARE, pack_weight, weight_struct
+from titan.models.weights import round_to_8_bits
 
 SIZES = [(1, 1), (64, 32), (50, 70), (17, 16), (131, 33), (33, 2050), (100, 192)]
 NUM_ROWS = (*range(20), 21, 24, 31, 32, 33, 48, 63, 64, 65, 70)
@@ -28,6 +29,8 @@ MODELS = {
     "float32 of bfloat16": (torch.float32, torch.bfloat16),
     "bfloat16 with rare numbers": (torch.bfloat16, torch.bfloat16),
     "float32 of bfloat16 with rare numbers": (torch.float32, torch.bfloat16),
+    "bfloat16 of 8 bits": (torch.bfloat16, torch.bfloat16),
+    "float32 of 8 bits with rare numbers": (torch.float32, torch.bfloat16),
     "float32 of float16": (torch.float32, torch.float16),
     "float32": (torch.float32, torch.float32),
 }
@@ -40,9 +43,12 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 def make_weight(model: str, num_outputs: int, num_inputs: int) -> Tensor:
     dtype, held = MODELS[model]
+    weight = random(num_outputs, num_inputs).to(held)
     if model.endswith("rare numbers"):
-        return with_rare_numbers(num_outputs, num_inputs, int(num_outputs * num_inputs * MAX_RARE)).to(dtype)
-    return random(num_outputs, num_inputs).to(held).to(dtype)
+        weight = with_rare_numbers(num_outputs, num_inputs, int(num_outputs * num_inputs * MAX_RARE))
+    if "8 bits" in model:
+        weight = (weight.view(torch.int16) & ~15).view(torch.bfloat16)
+    return weight.to(dtype)
 
 
 def with_rare_numbers(num_outputs: int, num_inputs: int, count: int) -> Tensor:
@@ -61,17 +67,18 @@ def with_rare_numbers(num_outputs: int, num_inputs: int, count: int) -> Tensor:
 
 def decoded(coded: Tensor, num_inputs: int) -> Tensor:
     """Return what a weight in codes holds, padding included, by the words of ``codes.h``."""
-    storage = bytes(coded.untyped_storage())
+    storage, num_parts = bytes(coded.untyped_storage()), 3 if coded.dtype == torch.uint8 else 2
     num_blocks, depth = -(-len(coded) // 16), -(-num_inputs // 32) * 32
     of_header = [("palette", "u1", 16), ("rare_offset", "<i8"), ("num_rare", "<i8"), ("padding", "V32")]
-    blocks = np.frombuffer(storage, [("header", of_header), ("units", "u1", (depth // 8, 3, 64))], num_blocks)
+    blocks = np.frombuffer(storage, [("header", of_header), ("units", "u1", (depth // 8, num_parts, 64))], num_blocks)
     bits = np.zeros((num_blocks, 16, depth), np.uint16)
     for number, ((palette, rare_offset, num_rare, _), units) in enumerate(blocks):
         for output in range(16):
             for i in range(8):
                 byte = output // 4 * 16 + i % 4 // 2 * 8 + output % 4 * 2 + i % 2
                 high = palette[units[:, 0, byte] >> i // 4 * 4 & 15]
-                bits[number, output, i::8] = high.astype(np.uint16) << 8 | units[:, 1 + i // 4, byte]
+                low = units[:, 1 + i // 4, byte] if num_parts == 3 else (units[:, 1, byte] >> i // 4 * 4 & 15) << 4
+                bits[number, output, i::8] = high.astype(np.uint16) << 8 | low
         of_rare, start = [("input", "<i4"), ("output", "<u2"), ("value", "<u2")], number * blocks.itemsize + int(rare_offset)
         rare = np.frombuffer(storage, of_rare, int(num_rare), start)
         assert not bits[number, rare["output"], rare["input"]].any(), "coded as 0.0"
@@ -97,8 +104,9 @@ def test_every_number_is_where_the_layout_says(kernels: CompiledKernels, model: 
     token_ids = torch.arange(size[0]).flip(0)
     rows = CompiledOps(kernels, weight.dtype).look_up(token_ids, packed, size[1], weight.dtype)
     assert torch.equal(rows, weight[token_ids]) and torch.equal(rows.signbit(), weight[token_ids].signbit())
-    assert kernels.reads_codes or packed.dtype != torch.uint8
-    if packed.dtype == torch.uint8:
+    assert kernels.reads_codes == (packed.dtype in CODE_BITS) or not has_pairs
+    assert packed.dtype != (torch.uint8 if "8 bits" in model else torch.int8)
+    if packed.dtype in CODE_BITS:
         padded = decoded(packed, size[1])
         assert torch.equal(padded[: size[0], : size[1]].to(weight.dtype), weight)
         assert not padded[size[0] :].any() and not padded[:, size[1] :].any()
@@ -127,6 +135,11 @@ def test_the_smallest_format_that_holds_a_weight_is_its_own(kernels: CompiledKer
             weight = random(2048, 64).half().float()
         weight[-1, -1] = number
         assert pack_weight(weight, kernels).dtype == pack_weight(weight.T, kernels).dtype == dtype
+    round_to_8_bits(weight[:-1])
+    weight[-1] = 1 + 2**-3
+    assert pack_weight(weight, kernels).dtype == (torch.int8 if kernels.reads_codes else torch.int32)
+    weight[-1, -1] = 1 + 2**-4
+    assert pack_weight(weight, kernels).dtype == (torch.uint8 if kernels.reads_codes else torch.int32)
 
 
 def test_codes_are_for_avx512_without_matrix_units(kernels: CompiledKernels, request: pytest.FixtureRequest) -> None:

@@ -189,6 +189,7 @@ def load_model(
     dtype: str | torch.dtype,
     backend: Backend,
     order: TokenOrder | None = None,
+    weight_bits: int | None = None,
 ) -> Model:
     """Read the weights of a model, ready to run; of one on the hub, only those files are downloaded that are loaded.
 
@@ -197,15 +198,22 @@ def load_model(
         dtype: "auto", "float32", "bfloat16", "float16" or the torch dtype; see `resolve_dtype`.
         backend: that runs the model.
         order: of the tokens; ``None`` = the checkpoint's.
+        weight_bits: 8 rounds the matrices of linear layers; see `titan.models.weights.round_to_8_bits`.
 
     Raises:
-        ValueError: the model has weights that do not fit its config, or none.
+        ValueError: the model has weights that do not fit its config, or none; or they are to be rounded, and transformers has its
+            layers.
     """
     files, config = checkpoint.files, checkpoint.config
     run_dtype = resolve_dtype(dtype, config.dtype, backend)
     if isinstance(config, DecoderConfig):
-        return _fill_decoder(files, config, run_dtype, backend, pack=True, order=order)
+        return _fill_decoder(files, config, run_dtype, backend, pack=True, order=order, weight_bits=weight_bits)
     assert isinstance(config, TransformersConfig)
+    if weight_bits is not None:
+        raise ValueError(
+            f"draft_weight_bits={weight_bits} is not supported for {config.architecture} in transformers' layers: allowed is None, "
+            f"and 8 for a model of Titan's own decoder"
+        )
     paths = fetch_weights(files)  # its errors name the model
     with _naming(files.name, "checkpoint"), _TRANSFORMERS_LOCK:
         return load_modules(files.name, paths, config, dtype=run_dtype, backend=backend, order=order)
@@ -229,7 +237,7 @@ def load_decoder(path_or_id: str, *, dtype: str | torch.dtype, backend: Backend,
     config = open_model(files, "native").config
     assert isinstance(config, DecoderConfig)
     run_dtype = resolve_dtype(dtype, config.dtype, backend)
-    return _fill_decoder(files, config, run_dtype, backend, pack=pack, order=None)
+    return _fill_decoder(files, config, run_dtype, backend, pack=pack, order=None, weight_bits=None)
 
 
 def _fill_decoder(
@@ -240,10 +248,11 @@ def _fill_decoder(
     *,
     pack: bool,
     order: TokenOrder | None,
+    weight_bits: int | None,
 ) -> Decoder:
     config = as_stored(config, files, dtype)
     model = Decoder(config, dtype=dtype, backend=backend, is_empty=True)
-    load_weights(model, files, pack=pack, order=order)
+    load_weights(model, files, pack=pack, order=order, weight_bits=weight_bits)
     return model
 
 

@@ -29,6 +29,9 @@ WEIGHT_DTYPES = {"F32", "BF16", "F16"}
 CHUNK_BYTES = 8 * 2**20
 """Approximate size of the pieces in which weights are copied, so that few pages of a file are mapped at a time."""
 
+LARGEST_8_BITS = 0x7F70
+"""Bits of the largest number of bfloat16 with 3 bits of mantissa."""
+
 MAX_SHARED_NUMBERS = 2**24
 """Size of the largest weight whose place in memory is shared while it is packed; the allocator gives larger ones back at once."""
 
@@ -58,7 +61,9 @@ def as_stored(config: DecoderConfig, files: ModelFiles, dtype: torch.dtype) -> D
     return replace(config, traits=config.traits - {"tied_embedding"})
 
 
-def load_weights(model: Decoder, files: ModelFiles, *, pack: bool, order: TokenOrder | None) -> None:
+def load_weights(
+    model: Decoder, files: ModelFiles, *, pack: bool, order: TokenOrder | None, weight_bits: int | None = None
+) -> None:
     """Fill an empty decoder, and make it ready to run.
 
     Args:
@@ -66,13 +71,14 @@ def load_weights(model: Decoder, files: ModelFiles, *, pack: bool, order: TokenO
         files: of the model.
         pack: pack the weights where possible; see `Decoder.prepare`.
         order: of the tokens; ``None`` = the checkpoint's.
+        weight_bits: 8 rounds the matrices of linear layers, see `round_to_8_bits`; ``None`` leaves them as they are.
 
     Raises:
         ValueError: the weights do not fit the config, or are not finite.
     """
     destinations, tensors = destinations_of(model), _find_tensors(files)
     _check_weights(destinations, tensors, model.config, files.name)
-    _load_weights(model, destinations, tensors, pack, order)
+    _load_weights(model, destinations, tensors, pack, order, weight_bits)
     model.prepare(pack=pack, num_outputs=None if order is None else order.num_outputs)
 
 
@@ -248,8 +254,25 @@ def _check_weights(
             )
 
 
+def round_to_8_bits(weight: Tensor) -> None:
+    """Round a weight of any float dtype in place to bfloat16, and that to 3 bits of mantissa, each to nearest, ties to even.
+
+    With the sign and the exponent, of which the weights of a block have few, these are 8 bits each; e4m3 numbers have the same
+    precision (Micikevicius et al., "FP8 formats for deep learning", 2022).
+    """
+    bits = weight.bfloat16().view(torch.int16)
+    half = 7 + (bits >> 4 & 1)
+    rounded = torch.where(bits & 0x7FFF < LARGEST_8_BITS, bits + half, bits) & ~15  # not to infinity
+    weight.copy_(rounded.view(torch.bfloat16))
+
+
 def _load_weights(
-    model: Decoder, destinations: dict[str, Destination], tensors: dict[str, _StoredTensor], pack: bool, order: TokenOrder | None
+    model: Decoder,
+    destinations: dict[str, Destination],
+    tensors: dict[str, _StoredTensor],
+    pack: bool,
+    order: TokenOrder | None,
+    weight_bits: int | None,
 ) -> None:
     """Fill the parameters of an empty decoder one by one, and pack those that can be."""
     token_places = None if order is None else order.token_ids.argsort()  # of the checkpoint's tokens
@@ -273,6 +296,8 @@ def _load_weights(
         for key in keys:
             places = token_places if parameter in ("embedding", "lm_head") else destinations[key].places
             _copy_tensor(value, destinations[key], tensors[key], None if places is None else places.to(model.device))
+        if weight_bits is not None and model.is_packable(parameter):
+            round_to_8_bits(value)
         setattr(owner, parameter, nn.Parameter(model.ops.pack(value) if is_packed else value, requires_grad=False))
         del value
 

@@ -1,0 +1,76 @@
+"""Drafts whose weights are rounded to 8 bits: what they are rounded to, and that it changes nothing but what is drafted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from back_ends import KINDS, make_back_end
+from stepping import AMPLE, greedy, make_engine, run_all
+from zoo import Zoo, random_prompts
+
+from titan.draft.draft_model import DraftModelDrafter
+from titan.engine import Engine
+from titan.models.decoder import Decoder
+from titan.models.weights import round_to_8_bits
+
+PROMPTS = random_prompts(4)
+CODED = [name for name in KINDS if make_back_end(name).has_short_weights]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_are_rounded_to_the_nearest_with_3_bits_of_mantissa(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(300, 70, generator=generator) * torch.logspace(-30, 30, 70)
+    weight[0, :4], weight[1, :3] = torch.tensor([0.0, -0.0, 1 + 2**-4, 1 + 3 * 2**-4]), torch.finfo(torch.bfloat16).max
+    weight = weight.to(dtype)
+    mantissas, exponents = np.frexp(weight.bfloat16().double().numpy())
+    expected = torch.from_numpy(np.ldexp(np.round(mantissas * 16) / 16, exponents))  # which rounds half to even, as well
+    expected[1, :3] = 1.875 * 2.0**127  # the largest there is
+    rounded = weight.clone()
+    round_to_8_bits(rounded)
+    assert rounded.dtype == dtype and torch.equal(rounded.double(), expected)
+    assert torch.equal(rounded.signbit(), weight.signbit())
+    again = rounded.clone()
+    round_to_8_bits(again)
+    assert torch.equal(again, rounded)
+
+
+def drafting(engine: Engine) -> list[torch.Tensor]:
+    """The weights of an engine's draft model that belong to linear layers."""
+    assert isinstance(engine.drafter, DraftModelDrafter) and isinstance(engine.drafter.model, Decoder)
+    model = engine.drafter.model
+    return [weight for name, weight in model.named_parameters() if model.is_packable(name.rpartition(".")[2])]
+
+
+@pytest.mark.parametrize("name", CODED)
+@pytest.mark.parametrize("draft_dtype", [None, "bfloat16"])
+def test_a_rounded_draft_changes_no_greedy_output(zoo: Zoo, name: str, draft_dtype: str | None) -> None:
+    options = AMPLE | {"draft_weight_bits": 8, "draft_dtype": draft_dtype, "backend": make_back_end(name)}
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **options)
+    assert {each.dtype for each in drafting(engine)} == {torch.int8} and engine.runner.model.head.dtype != torch.int8
+    expected = [zoo.greedy("llama", prompt, 16, ignore_eos=True) for prompt in PROMPTS]
+    assert run_all(engine, PROMPTS, [greedy(16, ignore_eos=True)] * 4) == expected
+    assert engine.metrics().mean_acceptance_length > 1.2, "it still guesses well"
+    engine.swap_draft(zoo.path("other"))
+    assert {each.dtype for each in drafting(engine)} == {torch.int8}
+    assert run_all(engine, PROMPTS, [greedy(16, ignore_eos=True)] * 4) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        *((name, {}, r"draft_weight_bits=8 is not supported by these kernels \(.*\): allowed is None, and 8 on a CPU with AVX-512")
+          for name in ("torch", "triton", *KINDS) if name not in CODED),
+        *((name, {"model_impl": "transformers"}, r"draft_weight_bits=8 is not supported for Llama.* in transformers' layers")
+          for name in CODED),
+    ],
+)  # fmt: skip
+def test_where_nothing_reads_8_bits_they_are_refused(zoo: Zoo, name: str, options: dict[str, Any], message: str) -> None:
+    options = AMPLE | {"draft_weight_bits": 8, "backend": make_back_end(name)} | options
+    with pytest.raises(ValueError, match=message):
+        make_engine(zoo.path("llama"), zoo.path("llama~"), **options)
+    engine = make_engine(zoo.path("llama"), "ngram", **options)  # which has no weights
+    assert engine.drafter.name == "ngram"
