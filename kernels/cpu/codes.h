@@ -95,6 +95,7 @@ void unpack_codes(const Weight& weight, int64_t row, T* result) {
 template <int M, int B, int Bits, typename X>
 [[gnu::noinline]] void multiply_units(const X* x, int64_t stride, const uint8_t* start, int64_t depth, Lanes (&results)[B][M]) {
   constexpr int kUnitBytes = Codes<Bits>::kUnitBytes;
+  constexpr bool kIsShort = Codes<Bits>::kIsShort;
   const int64_t last = depth - kPrefetchBytes / kUnitBytes * kUnitInputs;
   const uint8_t* unit[B];
   __m512i palette[B]; // in every 16 bytes
@@ -113,8 +114,8 @@ template <int M, int B, int Bits, typename X>
 #pragma GCC unroll 3
       for (int block = 0; block < B; ++block) {
         const Words numbers = load<Words>(unit[block]) >> 4 * half & 0x0f0f0f0fu;
-        Words low = load<Words>(unit[block] + (1 + (Bits == 12) * half) * kPartBytes);
-        if constexpr (Bits == 8) low = low << 4 * (1 - half) & 0xf0f0f0f0u;
+        Words low = load<Words>(unit[block] + (kIsShort ? 1 : 1 + half) * kPartBytes);
+        if constexpr (kIsShort) low = low << 4 * (1 - half) & 0xf0f0f0f0u;
         const __m512i high = _mm512_shuffle_epi8(palette[block], reinterpret<__m512i>(numbers));
         const __m512i lower = reinterpret<__m512i>(low);
         const Words pairs[2][1] = {{reinterpret<Words>(_mm512_unpacklo_epi8(lower, high))}, {reinterpret<Words>(_mm512_unpackhi_epi8(lower, high))}};
