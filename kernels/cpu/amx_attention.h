@@ -72,24 +72,23 @@ inline Integers see(const QueryTile& tile, int32_t slot, int64_t node) {
 template <typename S>
 inline void load_queries(const Head<S>& head, int64_t first_row, int64_t num_rows, const BFloat16* q, int64_t q_stride,
                          QueryTile* tile, Line* queries) {
-  const AttentionPlan& plan = head.plan;
   const BFloat16* rows[kTileRows];
   *tile = QueryTile{};
   tile->largest += kMinusInfinity;
   tile->fully_visible_to = std::numeric_limits<int32_t>::max();
   for (int64_t i = 0; i < num_rows; ++i) {
     const int64_t row = first_row + i, token = head.token(row);
-    rows[i] = q + token * q_stride + head.query_head(row) * plan.head_dim;
+    rows[i] = q + token * q_stride + head.query_head(row) * head.spec.head_dim;
     if (const float* sinks = head.spec.sinks) tile->largest[i] = sinks[head.query_head(row)] * kLog2E, tile->totals[i] = 1.0f;
-    const int64_t bits = nearest_ancestors(head.ancestor_bits[token], head.window(token));
-    tile->visible_lens[i] = static_cast<int32_t>(plan.visible_lens[token]);
+    const int64_t bits = nearest_ancestors(head.plan.ancestor_bits[token], head.window(token));
+    tile->visible_lens[i] = static_cast<int32_t>(head.plan.visible_lens[token]);
     tile->first_slots[i] = static_cast<int32_t>(head.first_slot(token));
     tile->ancestor_bits[0][i] = static_cast<int32_t>(bits);
     tile->ancestor_bits[1][i] = static_cast<int32_t>(bits >> 32);
     tile->fully_visible_from = std::max<int32_t>(tile->fully_visible_from, tile->first_slots[i]);
     tile->fully_visible_to = std::min<int32_t>(tile->fully_visible_to, tile->visible_lens[i]);
   }
-  for (int64_t d = 0; d < plan.head_dim; d += kTileInputs) {
+  for (int64_t d = 0; d < head.spec.head_dim; d += kTileInputs) {
     Words words[kTileRows] = {};
     for (int64_t i = 0; i < num_rows; ++i) {
       if constexpr (kIsQuantised<S>) // in the order of widened keys
@@ -105,7 +104,7 @@ inline void load_queries(const Head<S>& head, int64_t first_row, int64_t num_row
 // Load the values of a tile of slots, as pairs, and prefetch the next tile's keys and values.
 template <int D, typename S>
 void load_values(const Head<S>& head, const Tile& tile, const Tile& next, Line* values) {
-  const int64_t head_dim = D ? D : head.plan.head_dim, value_dim = D ? D : head.spec.value_dim;
+  const int64_t head_dim = D ? D : head.spec.head_dim, value_dim = D ? D : head.spec.value_dim;
   for (int64_t j = 0; j < kTile; j += 2) {
     for (int64_t each = j; each < std::min(j + 2, next.count); ++each) {
       prefetch_numbers(head.keys + next.offsets[each], head_dim);
@@ -220,8 +219,7 @@ inline void add_values(int64_t head_dim, Lanes kept, const Line* weights, const 
 template <int D, typename S>
 void attend_head_by_tiles(const Head<S>& head, const BFloat16* q, int64_t q_stride, BFloat16* output) {
   static thread_local TileRoom room;
-  const AttentionPlan& plan = head.plan;
-  const int64_t head_dim = D ? D : plan.head_dim, value_dim = D ? D : head.spec.value_dim;
+  const int64_t head_dim = D ? D : head.spec.head_dim, value_dim = D ? D : head.spec.value_dim;
   const int64_t num_rows = head.num_rows(), num_tiles = (num_rows + kTileRows - 1) / kTileRows;
   room.tiles.resize(num_tiles);
   room.queries.resize(num_tiles * head_dim / 2);
@@ -268,7 +266,7 @@ void attend_head_by_tiles(const Head<S>& head, const BFloat16* q, int64_t q_stri
 
   for (int64_t row = 0; row < num_rows; ++row) {
     const int64_t i = row / kTileRows, lane = row % kTileRows;
-    BFloat16* result = output + (head.token(row) * plan.num_heads + head.query_head(row)) * value_dim;
+    BFloat16* result = output + (head.token(row) * head.spec.num_heads + head.query_head(row)) * value_dim;
     const float factor = 1.0f / room.tiles[i].totals[lane];
     for (int64_t d = 0; d < value_dim; d += kTileInputs) {
       const Line* sums = &room.sums[i * value_dim + d + lane];
@@ -279,7 +277,7 @@ void attend_head_by_tiles(const Head<S>& head, const BFloat16* q, int64_t q_stri
 
 template <typename S>
 inline void attend_by_tiles(const ItemRows<S>& rows, const BFloat16* q, int64_t q_stride, BFloat16* output) {
-  const int64_t dim = rows.spec.value_dim == rows.plan.head_dim ? rows.plan.head_dim : 0; // of both keys and values
+  const int64_t dim = rows.spec.value_dim == rows.spec.head_dim ? rows.spec.head_dim : 0; // of both keys and values
   const auto attend = dim == 64    ? attend_head_by_tiles<64, S>
                       : dim == 128 ? attend_head_by_tiles<128, S>
                                    : attend_head_by_tiles<0, S>;
@@ -287,8 +285,8 @@ inline void attend_by_tiles(const ItemRows<S>& rows, const BFloat16* q, int64_t 
 }
 
 // Whether dimensions are whole tiles, and tiles of keys lie within blocks.
-inline bool takes_tiles(const AttentionPlan& plan, const AttentionSpec& spec) {
-  return plan.head_dim % kTileInputs == 0 && spec.value_dim % kTileInputs == 0 && plan.block_size % kTileRows == 0;
+inline bool takes_tiles(const AttentionSpec& spec, const KVLayer& kv) {
+  return spec.head_dim % kTileInputs == 0 && spec.value_dim % kTileInputs == 0 && kv.block_size % kTileRows == 0;
 }
 
 #endif

@@ -219,10 +219,9 @@ void attend_by_vectors(const ItemRows<S>& rows, const T* q, int64_t q_stride, T*
   using X = Factor<T, S>;
   using Y = Value<T, S>;
   static thread_local AttentionRoom room;
-  const AttentionPlan& plan = rows.plan;
   const AttentionSpec& spec = rows.spec;
   const int64_t num_rows = rows.num_rows(), num_heads = rows.item.num_heads, num_places = num_heads * num_rows;
-  const int64_t head_dim = plan.head_dim, dim = round_up(head_dim, kPairInputs);
+  const int64_t head_dim = spec.head_dim, dim = round_up(head_dim, kPairInputs);
   const int64_t value_dim = spec.value_dim, sums_dim = round_up(value_dim, kPairInputs);
   room.queries.assign(num_lines<X>(num_places * dim), Line{});
   room.units.resize(num_places);
@@ -240,7 +239,7 @@ void attend_by_vectors(const ItemRows<S>& rows, const T* q, int64_t q_stride, T*
   int64_t first_slot = std::numeric_limits<int64_t>::max(), end = 0;
   for (int64_t row = 0; row < num_rows; ++row) {
     const int64_t token = rows.token(row);
-    const RowSlots& seen = room.seen[row] = {rows.first_slot(token), plan.visible_lens[token], rows.end_slot(token)};
+    const RowSlots& seen = room.seen[row] = {rows.first_slot(token), rows.plan.visible_lens[token], rows.end_slot(token)};
     first_slot = std::min(first_slot, seen.first), end = std::max(end, seen.end);
   }
   for_places([&](int64_t place, int64_t token, int64_t query_head) {
@@ -288,58 +287,58 @@ void attend_by_vectors(const ItemRows<S>& rows, const T* q, int64_t q_stride, T*
     }
   }
   for_places([&](int64_t place, int64_t token, int64_t query_head) {
-    T* result = output + (token * plan.num_heads + query_head) * value_dim;
+    T* result = output + (token * spec.num_heads + query_head) * value_dim;
     write_result<Y>(numbers_of<float>(room.sums) + place * sums_dim, 1.0f / room.totals[place], value_dim, result);
   });
 }
 
 // Divide the requests of a plan among threads: their KV heads, so that there are items enough for threads to balance, and where there
 // are fewer of these than threads, their rows as well.
-inline std::vector<AttentionItem> attention_items(const AttentionPlan& plan, int64_t value_dim, int64_t num_threads) {
+inline std::vector<AttentionItem> attention_items(const AttentionPlan& plan, const AttentionSpec& spec, int64_t num_threads) {
   std::vector<AttentionItem> items;
   const int64_t* starts = plan.query_start_loc;
   int64_t num_queried = 0; // requests
   for (int64_t request = 0; request < plan.num_requests; ++request) num_queried += starts[request] < starts[request + 1];
-  const int64_t num_all_heads = num_queried * plan.num_kv_heads, num_items = num_threads * kChunksPerThread;
+  const int64_t num_all_heads = num_queried * spec.num_kv_heads, num_items = num_threads * kChunksPerThread;
   const int64_t num_parts = std::max<int64_t>(num_threads / std::max<int64_t>(num_all_heads, 1), 1); // of the rows of each
-  const int64_t group = plan.num_heads / plan.num_kv_heads;
-  const int64_t most_rows = std::min(kItemQueries * group, std::max<int64_t>(kItemNumbers / value_dim, kMostRows));
-  const int64_t most_heads = std::min((num_all_heads + num_items - 1) / num_items, plan.num_kv_heads);
+  const int64_t group = spec.num_heads / spec.num_kv_heads;
+  const int64_t most_rows = std::min(kItemQueries * group, std::max<int64_t>(kItemNumbers / spec.value_dim, kMostRows));
+  const int64_t most_heads = std::min((num_all_heads + num_items - 1) / num_items, spec.num_kv_heads);
   for (int64_t request = 0; request < plan.num_requests; ++request) {
     const int64_t num_rows = (starts[request + 1] - starts[request]) * group;
     const int64_t size = std::min(most_rows, std::max<int64_t>((num_rows + num_parts - 1) / num_parts, kMostRows));
     for (int64_t first = 0; first < num_rows; first += size) {
       const int64_t count = std::min(size, num_rows - first), num_heads = std::clamp<int64_t>(kItemQueries / count, 1, most_heads);
-      for (int64_t head = 0; head < plan.num_kv_heads; head += num_heads)
-        items.push_back({request, first, count, head, std::min(num_heads, plan.num_kv_heads - head)});
+      for (int64_t head = 0; head < spec.num_kv_heads; head += num_heads)
+        items.push_back({request, first, count, head, std::min(num_heads, spec.num_kv_heads - head)});
     }
   }
   return items;
 }
 
-template <typename S, typename T>
+template <typename T>
 void tree_attention(Member& member, const AttentionPlan& plan, const AttentionSpec& spec, const std::vector<AttentionItem>& items,
-                    const T* q, int64_t q_stride, const KVLayer& kv, const int64_t* ancestor_bits, T* output) {
+                    const T* q, int64_t q_stride, const KVLayer& kv, T* output) {
   int64_t num_slots = 0;
   for (const AttentionItem& item : items) num_slots += plan.seq_lens[item.request] * item.num_heads;
-  const int64_t num_items = items.size(), size = num_slots / std::max<int64_t>(num_items, 1) * plan.head_dim;
+  const int64_t num_items = items.size(), size = num_slots / std::max<int64_t>(num_items, 1) * spec.head_dim;
   member.share(num_items, size, [&](int64_t index) {
-    const ItemRows<S> rows{plan, spec, items[index], kv, ancestor_bits, plan.num_heads / plan.num_kv_heads};
+    with_stored<T>(kv, [&]<typename S>(S) {
+      const ItemRows<S> rows{plan, spec, items[index], kv};
 #ifdef TITAN_HAS_AMX
-    if constexpr (std::is_same_v<T, BFloat16>)
-      if (takes_tiles(plan, spec)) return attend_by_tiles(rows, q, q_stride, output);
+      if constexpr (std::is_same_v<T, BFloat16>)
+        if (takes_tiles(spec, kv)) return attend_by_tiles(rows, q, q_stride, output);
 #endif
-    attend_by_vectors(rows, q, q_stride, output);
+      attend_by_vectors(rows, q, q_stride, output);
+    });
   });
 }
 
 } // namespace
 
-#define TITAN_DEFINE_ATTENTION(T, S, NAME)                                                                                    \
-  extern "C" void tree_attention_##NAME(Team* team, const AttentionPlan* plan, const AttentionSpec* spec, const T* q,         \
-                                        int64_t q_stride, const KVLayer* kv, const int64_t* ancestor_bits, T* output) {       \
-    const std::vector<AttentionItem> items = attention_items(*plan, spec->value_dim, team->num_threads());                    \
-    team->run([&](Member& member) {                                                                                           \
-      tree_attention<S>(member, *plan, *spec, items, q, q_stride, *kv, ancestor_bits, output);                                \
-    });                                                                                                                       \
+#define TITAN_DEFINE_ATTENTION(T, NAME)                                                                                        \
+  extern "C" void tree_attention_##NAME(Team* team, const AttentionPlan* plan, const AttentionSpec* spec, const T* q,          \
+                                        int64_t q_stride, const KVLayer* kv, T* output) {                                      \
+    const std::vector<AttentionItem> items = attention_items(*plan, *spec, team->num_threads());                               \
+    team->run([&](Member& member) { tree_attention(member, *plan, *spec, items, q, q_stride, *kv, output); });                 \
   }

@@ -17,10 +17,6 @@ extern "C" {
 // One ragged batch, the same for all layers and heads. R requests, some of them without queries; T query tokens.
 struct AttentionPlan {
   int64_t num_requests;
-  int64_t num_heads;
-  int64_t num_kv_heads;
-  int64_t head_dim;
-  int64_t block_size;
   int64_t table_width;
   const int64_t* query_start_loc; // [R + 1]
   const int64_t* seq_lens;        // [R]
@@ -28,10 +24,14 @@ struct AttentionPlan {
   const int64_t* block_table;     // [R, table_width]
   const int64_t* positions;       // [T]
   const int64_t* visible_lens;    // [T]
+  const int64_t* ancestor_bits;   // [T]
 };
 
-// What the attention of a layer computes; see `titan.core.attention.AttentionSpec`.
+// What the attention of a layer computes; see `titan.core.attention.LayerSpec`.
 struct AttentionSpec {
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  int64_t head_dim;
   float scale;
   float softcap;      // scores become softcap * tanh(score / softcap); 0: they stay
   int64_t window;     // positions that a query attends to, or those of a chunk
@@ -62,8 +62,7 @@ struct ItemRows {
   const AttentionSpec& spec;
   const AttentionItem& item;
   const KVLayer& kv; // of numbers of type S
-  const int64_t* ancestor_bits;
-  int64_t group;
+  int64_t group = spec.num_heads / spec.num_kv_heads;
 
   // Return how many positions the query `token` attends to.
   int64_t window(int64_t token) const { return spec.is_chunked ? plan.positions[token] % spec.window + 1 : spec.window; }
@@ -71,7 +70,7 @@ struct ItemRows {
   // Return the first slot that it sees, and one behind the last.
   int64_t first_slot(int64_t token) const { return std::max<int64_t>(plan.positions[token] - window(token) + 1, 0); }
   int64_t end_slot(int64_t token) const {
-    const uint64_t bits = ancestor_bits[token];
+    const uint64_t bits = plan.ancestor_bits[token];
     const int64_t tree_end = bits ? tree_start() + 64 - __builtin_clzll(bits) : 0;
     return std::min(std::max(plan.visible_lens[token], tree_end), plan.seq_lens[item.request]);
   }
@@ -111,7 +110,7 @@ struct Tile {
 // Call `work` for each run of slots that lie side by side: the first, its end, the offset of their block, the first's place in it.
 template <typename S, typename Work>
 inline void for_runs(const ItemRows<S>& rows, int64_t begin, int64_t count, const Work& work) {
-  const int64_t block_size = rows.plan.block_size, *blocks = rows.plan.block_table + rows.item.request * rows.plan.table_width;
+  const int64_t block_size = rows.kv.block_size, *blocks = rows.plan.block_table + rows.item.request * rows.plan.table_width;
   for (int64_t j = 0; j < count;) {
     const int64_t slot = begin + j, run_end = std::min(j + block_size - slot % block_size, count);
     work(j, run_end, blocks[slot / block_size] * rows.kv.block_stride, slot % block_size);
@@ -121,7 +120,7 @@ inline void for_runs(const ItemRows<S>& rows, int64_t begin, int64_t count, cons
 
 template <typename S>
 Tile find_tile(const ItemRows<S>& rows, int64_t begin, int64_t end) {
-  const int64_t head_dim = rows.plan.head_dim;
+  const int64_t head_dim = rows.spec.head_dim;
   Tile tile;
   tile.begin = begin;
   tile.count = std::max<int64_t>(std::min<int64_t>(kTile, end - begin), 0);
@@ -157,7 +156,7 @@ inline void hide(const ItemRows<S>& rows, int64_t row, RowSlots seen, const Tile
   std::fill(scores + tile.count, scores + kTile, kMinusInfinity);
   if (tile.begin + tile.count <= seen.visible_len && tile.begin >= seen.first) return;
   const int64_t token = rows.token(row);
-  const uint64_t bits = nearest_ancestors(rows.ancestor_bits[token], rows.window(token));
+  const uint64_t bits = nearest_ancestors(rows.plan.ancestor_bits[token], rows.window(token));
   for (int64_t j = 0; j < tile.count; ++j) {
     const int64_t slot = tile.begin + j, node = slot - rows.tree_start();
     const bool is_context = slot < seen.visible_len && slot >= seen.first;
@@ -175,7 +174,7 @@ struct TileScales {
 inline TileScales find_scales(const Head<int8_t>& head, const Tile& tile) {
   TileScales scales;
   for_runs<int8_t>(head, tile.begin, tile.count, [&](int64_t j, int64_t run_end, int64_t block, int64_t place) {
-    const int64_t offset = block + head.plan.block_size * head.plan.head_dim + place * sizeof(float);
+    const int64_t offset = block + head.kv.block_size * head.spec.head_dim + place * sizeof(float);
     std::memcpy(scales.keys + j, head.keys + offset, (run_end - j) * sizeof(float));
     std::memcpy(scales.values + j, head.values + offset, (run_end - j) * sizeof(float));
   });

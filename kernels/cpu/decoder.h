@@ -27,19 +27,14 @@ struct DecoderLayer {
   Weight gate_up;
   Weight down;
   KVLayer kv;
-  int64_t window;
-  float scale; // of the scores
+  AttentionSpec attention; // heads and their dimensions are the same in all layers
 };
 
 struct Decoder {
   int64_t num_layers;
   int64_t hidden_size;
-  int64_t num_heads;
-  int64_t num_kv_heads;
-  int64_t head_dim;
-  int64_t vocab_size;      // of the embedding; the head may be of the first tokens alone
-  int64_t kv_is_quantised;
-  int64_t has_gelu; // in place of SiLU
+  int64_t vocab_size; // of the embedding; the head may be of the first tokens alone
+  int64_t has_gelu;   // in place of SiLU
   float eps;
   float embedding_scale;
   const void* embedding;  // [vocab_size, hidden_size], or null if it is the head
@@ -53,11 +48,9 @@ struct Decoder {
 struct DecoderPass {
   int64_t num_tokens;
   int64_t num_rows;
-  const int64_t* token_ids;     // [T]
-  const int64_t* positions;     // [T]
-  const int64_t* slot_mapping;  // [T]
-  const int64_t* rows;          // [L], ascending
-  const int64_t* ancestor_bits; // [T]
+  const int64_t* token_ids;    // [T]
+  const int64_t* slot_mapping; // [T]
+  const int64_t* rows;         // [L], ascending
 };
 }
 
@@ -78,8 +71,9 @@ void look_up(const Decoder& decoder, int64_t token, T* result) {
 // Compute the logits of the rows that need them: [L, vocab_size].
 template <typename T>
 void forward(const Decoder& decoder, const AttentionPlan& plan, const DecoderPass& pass, T* logits) {
-  const int64_t num_tokens = pass.num_tokens, size = decoder.hidden_size, head_dim = decoder.head_dim;
-  const int64_t q_size = decoder.num_heads * head_dim, qkv_size = q_size + 2 * decoder.num_kv_heads * head_dim;
+  const AttentionSpec& heads = decoder.layers[0].attention;
+  const int64_t num_tokens = pass.num_tokens, size = decoder.hidden_size;
+  const int64_t q_size = heads.num_heads * heads.head_dim, k_size = heads.num_kv_heads * heads.head_dim, qkv_size = q_size + 2 * k_size;
   int64_t widest = 0, num_room = linear_lines<T>(decoder.head, pass.num_rows);
   for (int64_t i = 0; i < decoder.num_layers; ++i) {
     const DecoderLayer& layer = decoder.layers[i];
@@ -99,7 +93,7 @@ void forward(const Decoder& decoder, const AttentionPlan& plan, const DecoderPas
   T* kept_stream = gated + num_tokens * widest / 2; // of the rows that need logits
   T* kept_attended = kept_stream + num_tokens * size;
   Team& team = *static_cast<Team*>(decoder.team);
-  const std::vector<AttentionItem> items = attention_items(plan, head_dim, team.num_threads());
+  const std::vector<AttentionItem> items = attention_items(plan, heads, team.num_threads());
 
   team.run([&](Member& member) {
     T *x = stream, *input = attended;
@@ -118,18 +112,11 @@ void forward(const Decoder& decoder, const AttentionPlan& plan, const DecoderPas
     for (int64_t i = 0; i < decoder.num_layers; ++i) {
       const DecoderLayer& layer = decoder.layers[i];
       linear<T>(member, layer.qkv, read(layer.input_norm), num_tokens, nullptr, qkv, room);
-      if (layer.row_norm) {
-        const int64_t k_size = decoder.num_kv_heads * head_dim;
+      if (layer.row_norm)
         norm_rows(member, qkv, qkv_size, static_cast<const T*>(layer.row_norm), q_size, k_size, num_tokens, decoder.eps);
-      }
-      const auto attend = [&]<typename S>(S) { // numbers of the cache
-        rope_and_write_kv<S>(member, qkv, static_cast<const T*>(layer.rope_table), pass.positions, pass.slot_mapping, layer.kv,
-                             static_cast<const T*>(layer.qk_norm), decoder.eps, num_tokens, decoder.num_heads, decoder.num_kv_heads,
-                             head_dim, plan.block_size);
-        const AttentionSpec spec{layer.scale, 0.0f, layer.window, false, head_dim, false, nullptr};
-        tree_attention<S>(member, plan, spec, items, qkv, qkv_size, layer.kv, pass.ancestor_bits, attended);
-      };
-      decoder.kv_is_quantised ? attend(int8_t{}) : attend(T{});
+      rope_and_write_kv(member, qkv, static_cast<const T*>(layer.rope_table), plan.positions, pass.slot_mapping, layer.kv,
+                        static_cast<const T*>(layer.qk_norm), decoder.eps, num_tokens, heads.num_heads, heads.num_kv_heads, heads.head_dim);
+      tree_attention(member, plan, layer.attention, items, qkv, qkv_size, layer.kv, attended);
       if (i + 1 == decoder.num_layers && pass.num_rows < num_tokens) { // the other rows have written their KV: they are done
         member.share(pass.num_rows, size + q_size, [&](int64_t row) {
           std::memcpy(kept_stream + row * size, stream + pass.rows[row] * size, size * sizeof(T));

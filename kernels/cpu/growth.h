@@ -70,7 +70,6 @@ static_assert(sizeof(TreeGrowth) == 104, "as TREE_GROWTH of structs.py");
 // The trees of n requests, R rows of the plan, and where their draft's KV is.
 struct Growing {
   int64_t num_requests;
-  int64_t block_size;
   int64_t table_width;
   int64_t target_vocab_size; // of the trees: tokens from there on are not proposed
   const TreeGrowth* growths;  // [n], rows of the plan ascending
@@ -194,10 +193,11 @@ public:
 
 private:
   void add_row(int64_t request, int64_t token, int64_t position, int64_t slot, int64_t visible_len, int64_t bits) {
-    const int64_t block = growing_.block_table[request * growing_.table_width + slot / growing_.block_size];
+    const int64_t block_size = decoder_.layers[0].kv.block_size; // and of all others
+    const int64_t block = growing_.block_table[request * growing_.table_width + slot / block_size];
     rows_.token_ids.push_back(std::max<int64_t>(std::min(token, decoder_.vocab_size - 1), 0));
     rows_.positions.push_back(position);
-    rows_.slots.push_back(block * growing_.block_size + slot % growing_.block_size);
+    rows_.slots.push_back(block * block_size + slot % block_size);
     rows_.visible_lens.push_back(visible_len);
     rows_.bits.push_back(bits);
     rows_.seq_lens[request] = slot + 1;
@@ -207,12 +207,11 @@ private:
   void end_request(int64_t request) { rows_.start_loc[request + 1] = rows_.size(); }
 
   void forward_rows() {
-    const AttentionPlan plan{growing_.num_requests, decoder_.num_heads, decoder_.num_kv_heads,
-                             decoder_.head_dim, growing_.block_size, growing_.table_width,
-                             rows_.start_loc.data(), rows_.seq_lens.data(), rows_.tree_starts.data(), growing_.block_table,
-                             rows_.positions.data(), rows_.visible_lens.data()};
-    const DecoderPass pass{rows_.size(), static_cast<int64_t>(rows_.kept.size()), rows_.token_ids.data(), rows_.positions.data(),
-                           rows_.slots.data(), rows_.kept.data(), rows_.bits.data()};
+    const AttentionPlan plan{growing_.num_requests, growing_.table_width, rows_.start_loc.data(), rows_.seq_lens.data(),
+                             rows_.tree_starts.data(), growing_.block_table, rows_.positions.data(), rows_.visible_lens.data(),
+                             rows_.bits.data()};
+    const DecoderPass pass{rows_.size(), static_cast<int64_t>(rows_.kept.size()), rows_.token_ids.data(), rows_.slots.data(),
+                           rows_.kept.data()};
     logits_.resize(rows_.kept.size() * decoder_.head.num_outputs);
     const auto start = std::chrono::steady_clock::now();
     forward(decoder_, plan, pass, logits_.data());

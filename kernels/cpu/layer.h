@@ -64,37 +64,35 @@ void norm_rows(Member& member, T* qkv, int64_t token_size, const T* weight, int6
   });
 }
 
-template <typename S, typename T, typename W>
-void rope_and_write_kv(Member& member, T* qkv, const T* rope_table, const int64_t* positions, const int64_t* slot_mapping,
-                       const KVLayer& kv, const W* qk_norm, float eps, int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads,
-                       int64_t head_dim, int64_t block_size) {
+template <typename T, typename W>
+void rope_and_write_kv(Member& member, T* qkv, const T* rope_table, const int64_t* positions, const int64_t* slots, const KVLayer& kv,
+                       const W* qk_norm, float eps, int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim) {
   const int64_t num_qk_heads = num_heads + num_kv_heads, token_size = (num_qk_heads + num_kv_heads) * head_dim;
   const int64_t half = head_dim / 2;
-  member.share(num_tokens, token_size, [&](int64_t token) {
-    const T* cos = rope_table + positions[token] * 2 * head_dim;
-    const T* sin = cos + head_dim; // its first half is negated
-    static thread_local std::vector<float> buffer;
-    buffer.resize(head_dim);
-    float* rotated = buffer.data();
-    for (int64_t index = 0; index < num_qk_heads; ++index) {
-      T* input = qkv + token * token_size + index * head_dim;
-      const bool is_key = index >= num_heads;
-      if (is_key && slot_mapping[token] < 0) break; // a token whose KV is not kept
-      if (qk_norm) norm_row(input, qk_norm + index * head_dim, input, head_dim, eps);
+  with_stored<T>(kv, [&]<typename S>(S) {
+    member.share(num_tokens, token_size, [&](int64_t token) {
+      const T* cos = rope_table + positions[token] * 2 * head_dim;
+      const T* sin = cos + head_dim; // its first half is negated
+      static thread_local std::vector<float> buffer;
+      buffer.resize(head_dim);
+      float* rotated = buffer.data();
+      for (int64_t index = 0; index < num_qk_heads; ++index) {
+        T* input = qkv + token * token_size + index * head_dim;
+        if (qk_norm) norm_row(input, qk_norm + index * head_dim, input, head_dim, eps);
 #pragma omp simd
-      for (int64_t d = 0; d < half; ++d) {
-        const float x = widen(input[d]), y = widen(input[d + half]);
-        rotated[d] = x * widen(cos[d]) + y * widen(sin[d]);
-        rotated[d + half] = y * widen(cos[d + half]) + x * widen(sin[d + half]);
+        for (int64_t d = 0; d < half; ++d) {
+          const float x = widen(input[d]), y = widen(input[d + half]);
+          rotated[d] = x * widen(cos[d]) + y * widen(sin[d]);
+          rotated[d + half] = y * widen(cos[d + half]) + x * widen(sin[d + half]);
+        }
+        if (index < num_heads)
+          copy_row(rotated, head_dim, input);
+        else
+          write_slot<S>(rotated, head_dim, kv, 0, index - num_heads, slots[token], head_dim);
       }
-      if (is_key)
-        write_slot<S>(rotated, head_dim, kv, 0, index - num_heads, slot_mapping[token], block_size, head_dim);
-      else
-        copy_row(rotated, head_dim, input);
-    }
-    for (int64_t index = 0; index < num_kv_heads && slot_mapping[token] >= 0; ++index)
-      write_slot<S>(qkv + token * token_size + (num_qk_heads + index) * head_dim, head_dim, kv, 1, index, slot_mapping[token], block_size,
-                    head_dim);
+      for (int64_t head = 0; head < num_kv_heads; ++head)
+        write_slot<S>(qkv + token * token_size + (num_qk_heads + head) * head_dim, head_dim, kv, 1, head, slots[token], head_dim);
+    });
   });
 }
 
@@ -132,7 +130,8 @@ void gated_mlp(Team* team, const Weight& gate_up, const Weight& down, const T* x
 
 } // namespace
 
-// Weights of norms are of type T, or of type float if `is_wide`.
+// Weights of norms are of type T, or of type float if `is_wide`. The rows of `write_rows` are keys or values; the numbers of a row lie
+// side by side.
 #define TITAN_DEFINE_LAYER(T, NAME)                                                                                            \
   extern "C" void rms_norm_##NAME(Team* team, const T* x, const void* weight, int64_t is_wide, T* output, int64_t num_rows,    \
                                   int64_t size, float eps) {                                                                   \
@@ -141,31 +140,26 @@ void gated_mlp(Team* team, const Weight& gate_up, const Weight& down, const T* x
               : rms_norm(member, x, static_cast<const T*>(weight), output, num_rows, size, eps);                               \
     });                                                                                                                        \
   }                                                                                                                            \
-  extern "C" void silu_mul_##NAME(Team* team, const T* gate_up, T* output, int64_t num_rows, int64_t size) {                   \
-    run(team, num_rows * size, [&](Member& member) { gate<silu>(member, gate_up, output, num_rows, size); });                  \
-  }                                                                                                                            \
   extern "C" void gated_mlp_##NAME(Team* team, const Weight* gate_up, const Weight* down, const T* x, int64_t num_rows,        \
                                    T* output) {                                                                                \
     gated_mlp(team, *gate_up, *down, x, num_rows, output);                                                                     \
-  }
-
-// S: the type of the stored numbers. The rows of `write_rows` are keys or values; the numbers of a row lie side by side.
-#define TITAN_DEFINE_KV_WRITES(T, S, NAME)                                                                                     \
+  }                                                                                                                            \
   extern "C" void write_rows_##NAME(Team* team, const T* rows, int64_t token_stride, int64_t row_stride, int64_t size,         \
                                     const int64_t* slots, int64_t num_tokens, const KVLayer* kv, int64_t plane,                \
-                                    int64_t num_kv_heads, int64_t head_dim, int64_t block_size) {                              \
-    share(team, num_tokens, num_kv_heads * size, [&](int64_t token) {                                                          \
-      for (int64_t head = 0; head < num_kv_heads; ++head)                                                                      \
-        write_slot<S>(rows + token * token_stride + head * row_stride, size, *kv, plane, head, slots[token], block_size, head_dim); \
+                                    int64_t num_kv_heads, int64_t head_dim) {                                                  \
+    with_stored<T>(*kv, [&]<typename S>(S) {                                                                                   \
+      share(team, num_tokens, num_kv_heads * size, [&](int64_t token) {                                                        \
+        for (int64_t head = 0; head < num_kv_heads; ++head)                                                                    \
+          write_slot<S>(rows + token * token_stride + head * row_stride, size, *kv, plane, head, slots[token], head_dim);      \
+      });                                                                                                                      \
     });                                                                                                                        \
   }                                                                                                                            \
   extern "C" void rope_and_write_kv_##NAME(Team* team, T* qkv, const T* rope_table, const int64_t* positions,                  \
                                            const int64_t* slots, const KVLayer* kv, const void* qk_norm, int64_t is_wide,      \
                                            float eps, int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads,             \
-                                           int64_t head_dim, int64_t block_size) {                                             \
+                                           int64_t head_dim) {                                                                 \
     const auto rotate = [&](Member& member, const auto* norm) {                                                                \
-      rope_and_write_kv<S>(member, qkv, rope_table, positions, slots, *kv, norm, eps, num_tokens, num_heads, num_kv_heads,     \
-                           head_dim, block_size);                                                                              \
+      rope_and_write_kv(member, qkv, rope_table, positions, slots, *kv, norm, eps, num_tokens, num_heads, num_kv_heads, head_dim); \
     };                                                                                                                         \
     run(team, num_tokens * (num_heads + 2 * num_kv_heads) * head_dim, [&](Member& member) {                                    \
       is_wide ? rotate(member, static_cast<const float*>(qk_norm)) : rotate(member, static_cast<const T*>(qk_norm));           \

@@ -9,21 +9,14 @@
 #include "linear.h"
 #include "sampling.h"
 
-// Of tensors of type T,
-#define TITAN_DEFINE(T, NAME)    \
-  TITAN_DEFINE_LAYER(T, NAME)    \
-  TITAN_DEFINE_LINEAR(T, NAME)   \
-  TITAN_DEFINE_DECODER(T, NAME)  \
-  TITAN_DEFINE_GROWTH(T, NAME)   \
+// Of tensors of type T.
+#define TITAN_DEFINE(T, NAME)     \
+  TITAN_DEFINE_ATTENTION(T, NAME) \
+  TITAN_DEFINE_LAYER(T, NAME)     \
+  TITAN_DEFINE_LINEAR(T, NAME)    \
+  TITAN_DEFINE_DECODER(T, NAME)   \
+  TITAN_DEFINE_GROWTH(T, NAME)    \
   TITAN_DEFINE_SAMPLING(T, NAME)
-// and beside these, of a cache whose numbers are of type S.
-#define TITAN_DEFINE_CACHED(T, S, NAME) \
-  TITAN_DEFINE_ATTENTION(T, S, NAME)    \
-  TITAN_DEFINE_KV_WRITES(T, S, NAME)
 
 TITAN_DEFINE(float, float32)
 TITAN_DEFINE(BFloat16, bfloat16)
-TITAN_DEFINE_CACHED(float, float, float32)
-TITAN_DEFINE_CACHED(BFloat16, BFloat16, bfloat16)
-TITAN_DEFINE_CACHED(float, int8_t, int8_float32)
-TITAN_DEFINE_CACHED(BFloat16, int8_t, int8_bfloat16)

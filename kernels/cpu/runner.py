@@ -97,9 +97,7 @@ class CompiledRunner(TorchRunner):
         place_nodes(batch)
         decoder, layout = self._decoder, batch.attention
         self.model.config.check_positions(layout.positions)
-        plan = plan_struct(layout)
-        plan.num_heads, plan.num_kv_heads, plan.head_dim = decoder.num_heads, decoder.num_kv_heads, decoder.head_dim
-        arrays = batch.token_ids, layout.positions, batch.slot_mapping, batch.logits_rows, layout.ancestor_bits
+        plan, arrays = plan_struct(layout), (batch.token_ids, batch.slot_mapping, batch.logits_rows)
         step = PassStruct(len(batch.token_ids), len(batch.logits_rows), *map(address, arrays))
         logits = torch.empty(len(batch.logits_rows), decoder.head.num_outputs, dtype=self.model.dtype)
         self._forward(ctypes.addressof(decoder), ctypes.addressof(plan), ctypes.addressof(step), logits.data_ptr())
@@ -139,7 +137,7 @@ class CompiledRunner(TorchRunner):
             draft_rows = torch.zeros(max_nodes + num_rows, dtype=torch.int32)
         grown = self._run_growth(
             GrowingStruct(
-                *(len(feeds), self.kv.block_size, table.shape[1], vocab_size),
+                *(len(feeds), table.shape[1], vocab_size),
                 *map(address, (growths, table, token_ids, lengths)),
                 NodeColumnsStruct(*(column.data_ptr() for column in nodes)),
                 *(0 if draft_rows is None else draft_rows.data_ptr(), address(counts), address(is_chain)),
@@ -194,14 +192,10 @@ def make_compiled_runner(backend: Backend, kernels: CompiledKernels, model: Any,
             weight_struct(weights.down_weight, weights.down_bias, weights.gate_up_weight.shape[0] // 2),
         )
         tensors = [*(getattr(weights, name) for name in LAYER_NORMS), weights.rope_table]
-        layers.append(layer_struct(tensors, linear, kv_layer, layer.attention))
+        layers.append(layer_struct(tensors, linear, kv_layer, layer))
     decoder = DecoderStruct(
         hidden_size=config.hidden_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
         vocab_size=len(model.embedding),
-        kv_is_quantised=kv.layout.is_quantised,
         has_gelu="gelu_tanh" in config.traits,
         eps=config.rms_norm_eps,
         embedding_scale=config.embedding_scale,

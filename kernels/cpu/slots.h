@@ -21,6 +21,8 @@ struct KVLayer {
   int64_t plane_stride; // from keys to values
   int64_t head_stride;
   int64_t block_stride;
+  int64_t block_size; // slots
+  int64_t is_quantised;
 };
 }
 
@@ -28,6 +30,12 @@ namespace {
 
 template <typename S>
 constexpr bool kIsQuantised = std::is_same_v<S, int8_t>;
+
+// Call `work` with a number of the type that the cache of a model of type T holds.
+template <typename T, typename Work>
+inline void with_stored(const KVLayer& kv, const Work& work) {
+  kv.is_quantised ? work(int8_t{}) : work(T{});
+}
 
 constexpr float kLargestNumber = 127.0f; // of those quantised
 constexpr float kLeastSize = 1e-30f;     // of a row's largest number; smaller ones become zeros
@@ -71,13 +79,13 @@ inline S* first_block(const KVLayer& kv, int64_t plane, int64_t head) {
 
 // Write a row of `size` numbers, at most head_dim, to its slot of a KV head; the rest of the slot stays.
 template <typename S, typename X>
-inline void write_slot(const X* row, int64_t size, const KVLayer& kv, int64_t plane, int64_t head, int64_t slot, int64_t block_size,
-                       int64_t head_dim) {
-  S* block = first_block<S>(kv, plane, head) + slot / block_size * kv.block_stride;
-  S* numbers = block + slot % block_size * head_dim;
+inline void write_slot(const X* row, int64_t size, const KVLayer& kv, int64_t plane, int64_t head, int64_t slot, int64_t head_dim) {
+  const int64_t place = slot % kv.block_size;
+  S* block = first_block<S>(kv, plane, head) + slot / kv.block_size * kv.block_stride;
+  S* numbers = block + place * head_dim;
   if constexpr (kIsQuantised<S>) {
     const float scale = round_to_integers(row, size, kLargestNumber, numbers);
-    std::memcpy(block + block_size * head_dim + slot % block_size * sizeof scale, &scale, sizeof scale);
+    std::memcpy(block + kv.block_size * head_dim + place * sizeof scale, &scale, sizeof scale);
   } else {
     copy_row(row, size, numbers);
   }

@@ -9,10 +9,10 @@ from functools import lru_cache
 import numpy as np
 from torch import Tensor
 
-from titan.core.attention import AttentionSpec
+from titan.core.attention import LayerSpec
 from titan.core.growth import ShapePlan
 from titan.kernels.cpu.compiled import FLOAT, INT, POINTER
-from titan.kernels.cpu.layers import NO_WINDOW, KVLayerStruct, kv_struct
+from titan.kernels.cpu.layers import KVLayerStruct, SpecStruct, kv_struct, spec_struct
 from titan.kernels.cpu.trees import NodeColumnsStruct
 from titan.kernels.cpu.weights import WeightStruct
 
@@ -30,8 +30,7 @@ class LayerStruct(ctypes.Structure):
         ("gate_up", WeightStruct),
         ("down", WeightStruct),
         ("kv", KVLayerStruct),
-        ("window", INT),
-        ("scale", FLOAT),
+        ("attention", SpecStruct),
     ]
 
 
@@ -39,9 +38,7 @@ class DecoderStruct(ctypes.Structure):
     """``Decoder`` of the C++."""
 
     _fields_ = [
-        *((name, INT) for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")),
-        ("kv_is_quantised", INT),
-        ("has_gelu", INT),
+        *((name, INT) for name in ("num_layers", "hidden_size", "vocab_size", "has_gelu")),
         ("eps", FLOAT),
         ("embedding_scale", FLOAT),
         *((name, POINTER) for name in ("embedding", "final_norm", "layers", "team")),
@@ -55,7 +52,7 @@ class PassStruct(ctypes.Structure):
     _fields_ = [
         ("num_tokens", INT),
         ("num_rows", INT),
-        *((name, POINTER) for name in ("token_ids", "positions", "slot_mapping", "rows", "ancestor_bits")),
+        *((name, POINTER) for name in ("token_ids", "slot_mapping", "rows")),
     ]
 
 
@@ -95,7 +92,7 @@ class GrowingStruct(ctypes.Structure):
     """``Growing`` of the C++."""
 
     _fields_ = [
-        *((name, INT) for name in ("num_requests", "block_size", "table_width", "target_vocab_size")),
+        *((name, INT) for name in ("num_requests", "table_width", "target_vocab_size")),
         *((name, POINTER) for name in ("growths", "block_table", "fed_tokens", "num_fed")),
         ("nodes", NodeColumnsStruct),
         *((name, POINTER) for name in ("draft_rows", "counts", "is_chain", "probs", "first_scores")),
@@ -105,7 +102,7 @@ class GrowingStruct(ctypes.Structure):
 
 
 def layer_struct(
-    tensors: Sequence[Tensor | None], weights: Sequence[WeightStruct], kv_layer: Tensor, spec: AttentionSpec
+    tensors: Sequence[Tensor | None], weights: Sequence[WeightStruct], kv_layer: Tensor, spec: LayerSpec
 ) -> LayerStruct:
     """Return a layer as the library reads it; the tensors must outlive it.
 
@@ -113,9 +110,8 @@ def layer_struct(
         tensors: its `LAYER_NORMS`, and its rope table.
         weights: qkv, output, gate and up, down.
         kv_layer: [2, num_kv_heads, num_blocks, ...], see `titan.core.kv_tensor.KVTensor`.
-        spec: of its attention.
+        spec: of its heads and their attention.
     """
-    assert isinstance(spec.window, int | None)
     pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
-    window = NO_WINDOW if spec.window is None else spec.window
-    return LayerStruct(*pointers, *weights, kv_struct(kv_layer), window, spec.scale)
+    attention = spec_struct(spec.attention, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.is_latent, None)
+    return LayerStruct(*pointers, *weights, kv_struct(kv_layer, spec.head_dim), attention)

@@ -101,18 +101,17 @@ int check_attention(const char* name, int64_t head_dim, int64_t window, bool has
   positions[70] = 50, visible[70] = 51;
   for (int64_t i = 0; i < 3; ++i) positions[71 + i] = 51 + (i == 1), visible[71 + i] = 51;
   bits[71] = 1, bits[72] = 3, bits[73] = 4;
-  const AttentionPlan plan{2, kHeads, kKvHeads, head_dim, kBlockSize, kWidth, start_loc, seq_lens, tree_starts, table.data(),
-                           positions.data(), visible.data()};
+  const AttentionPlan plan{2, kWidth, start_loc, seq_lens, tree_starts, table.data(), positions.data(), visible.data(), bits.data()};
   const float sinks[] = {-1.0f, 0.5f, 2.0f, 0.0f}, softcap = has_all ? 2.0f : 0.0f;
   const int64_t value_dim = has_all ? head_dim - 3 : head_dim;
-  const AttentionSpec spec{0.2f, softcap, window, has_all, value_dim, has_all, has_all ? sinks : nullptr};
+  const AttentionSpec spec{kHeads, kKvHeads, head_dim, 0.2f, softcap, window, has_all, value_dim, has_all, has_all ? sinks : nullptr};
   const int64_t num_slots = kBlocks * kBlockSize, part = kBlockSize * (head_dim + (kIsQuantised<S> ? sizeof(float) : 0));
   const auto q = random_numbers<T>(74 * kHeads * head_dim), numbers = random_numbers<T>(2 * kKvHeads * num_slots * head_dim);
   std::vector<S> cache(kBlocks * 2 * kKvHeads * part);
-  const KVLayer kv{cache.data(), kKvHeads * part, part, 2 * kKvHeads * part};
+  const KVLayer kv{cache.data(), kKvHeads * part, part, 2 * kKvHeads * part, kBlockSize, kIsQuantised<S>};
   for (int64_t i = 0; i < 2 * kKvHeads * num_slots; ++i) {
     const int64_t head = i / num_slots; // of both planes
-    write_slot<S>(&numbers[i * head_dim], head_dim, kv, head / kKvHeads, head % kKvHeads, i % num_slots, kBlockSize, head_dim);
+    write_slot<S>(&numbers[i * head_dim], head_dim, kv, head / kKvHeads, head % kKvHeads, i % num_slots, head_dim);
   }
   const auto stored = [&](int64_t head, int64_t slot, int64_t d) {
     const S* block = first_block<S>(kv, head / kKvHeads, head % kKvHeads) + slot / kBlockSize * kv.block_stride;
@@ -127,10 +126,8 @@ int check_attention(const char* name, int64_t head_dim, int64_t window, bool has
   };
   std::vector<T> output(74 * kHeads * value_dim);
   Team team(2);
-  const auto items = attention_items(plan, value_dim, team.num_threads());
-  team.run([&](Member& member) {
-    tree_attention<S>(member, plan, spec, items, q.data(), kHeads * head_dim, kv, bits.data(), output.data());
-  });
+  const auto items = attention_items(plan, spec, team.num_threads());
+  team.run([&](Member& member) { tree_attention(member, plan, spec, items, q.data(), kHeads * head_dim, kv, output.data()); });
   double worst = 0;
   for (int64_t token = 0; token < 74; ++token)
     for (int64_t head = 0; head < kHeads; ++head) {
