@@ -131,6 +131,7 @@ void forward(const Decoder& decoder, const AttentionPlan& plan, const DecoderPas
     }
     linear<T>(member, decoder.head, read(decoder.final_norm), num_rows, nullptr, logits, room);
   });
+  give_back(buffer);
 }
 
 } // namespace

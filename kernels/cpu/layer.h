@@ -126,6 +126,7 @@ void gated_mlp(Team* team, const Weight& gate_up, const Weight& down, const T* x
     gate<silu>(member, wide, gated, num_rows, down.num_inputs);
     linear<T>(member, down, gated, num_rows, nullptr, output, room);
   });
+  give_back(buffer);
 }
 
 } // namespace

@@ -118,6 +118,7 @@ class CompiledOps(TorchOps):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if not is_packed(weight):
             return F.linear(x, weight, bias)
+        assert x.dtype == self._dtype
         x, struct = x.contiguous(), weight_struct(weight, bias, x.shape[1])
         output = x.new_empty(len(x), struct.num_outputs)
         self._multiply(ctypes.addressof(struct), x.data_ptr(), len(x), None, output.data_ptr())
@@ -152,6 +153,8 @@ class CompiledOps(TorchOps):
             self._write_rows(rows.data_ptr(), token_stride, row_stride, rows.shape[2], *places)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if x.dtype != self._dtype:  # as modules of transformers may do
+            return super().rms_norm(x, weight, eps)
         x, weight = x.contiguous(), weight.contiguous()
         num_rows, size = x.shape
         output = torch.empty_like(x)
@@ -159,6 +162,7 @@ class CompiledOps(TorchOps):
         return output
 
     def rope_and_write_kv(self, qkv: Tensor, places: TokenPlaces, kv_layer: Tensor, qk_norm: Tensor | None, eps: float) -> Tensor:
+        assert qkv.dtype == places.rope_table.dtype == self._dtype
         num_tokens, num_kv_heads, head_dim = len(qkv), kv_layer.shape[1], places.rope_table.shape[-1]
         num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
         kv = kv_struct(kv_layer, head_dim)
@@ -181,6 +185,7 @@ class CompiledOps(TorchOps):
     def gated_mlp(self, x: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None) -> Tensor:
         if not is_packed(gate_up) or not is_packed(down):
             return super().gated_mlp(x, gate_up, gate_up_bias, down, down_bias)
+        assert x.dtype == self._dtype
         x = x.contiguous()
         first = weight_struct(gate_up, gate_up_bias, x.shape[1])
         second = weight_struct(down, down_bias, first.num_outputs // 2)

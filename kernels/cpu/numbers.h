@@ -8,6 +8,7 @@
 #include <cstring>
 #include <limits>
 #include <utility>
+#include <vector>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -136,6 +137,13 @@ struct Float16 {
 struct __attribute__((may_alias, aligned(kLanes * sizeof(float)))) Line {
   float lanes[kLanes];
 };
+
+constexpr size_t kKeptBytes = 16 << 20; // of working memory that a thread keeps for its next call
+
+// Give working memory back that only long prompts need: any thread may make a call once.
+inline void give_back(std::vector<Line>& lines) {
+  if (lines.capacity() * sizeof(Line) > kKeptBytes) std::vector<Line>().swap(lines);
+}
 
 // Number of lines that hold `count` numbers.
 template <typename T>

@@ -19,6 +19,7 @@ from layer_reference import (
 from torch import Tensor
 
 from titan.core.kv_tensor import KVGroup, KVLayout, KVTensor, kv_planes
+from titan.kernels.cpu.layers import CompiledOps
 from titan.kernels.interfaces import Backend, LayerOps, TokenPlaces
 from titan.kernels.torch.layers import TorchOps
 from titan.kernels.triton.gate import gelu_mul, silu_mul
@@ -60,6 +61,16 @@ def test_rms_norm_is_its_definition(
     if is_wide:  # rounded once
         assert (normed.double() - exact).norm() <= torch.finfo(dtype).eps / 2 * exact.norm() + 1e-6 * exact.norm()
     assert torch.equal(x, before)
+
+
+def test_numbers_of_another_dtype_are_not_taken_for_those_of_the_model(backend: Backend) -> None:
+    ops = make_ops(backend, torch.bfloat16)
+    if not isinstance(ops, CompiledOps):
+        pytest.skip("its kernels go by the tensors")
+    x, weight = random(backend, 7, 96, dtype=torch.float32), random(backend, 96, dtype=torch.bfloat16, seed=1)
+    assert torch.equal(ops.rms_norm(x, weight, 1e-6), TorchOps(x.device).rms_norm(x, weight, 1e-6))
+    with pytest.raises(AssertionError):
+        ops.linear(x, ops.pack(random(backend, 32, 96, dtype=torch.bfloat16)), None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
