@@ -170,6 +170,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     drafts.add_argument("--mixed", action="store_true", help="change the proposals for every second request: they are wrong")
     args = parse(parser, argv, QUICK)
     args.waves = args.waves or (2 if args.mixed else 1)
+    if args.hopeless and args.draft_weight_bits is not None:
+        raise ValueError(
+            f"--draft-weight-bits {args.draft_weight_bits} contradicts --hopeless, whose weights stay exact: leave one out"
+        )
     if args.draft_model is None:
         raise ValueError(f"--model {args.model} needs a draft: give --draft-model")
     return args

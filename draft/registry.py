@@ -12,9 +12,9 @@ from titan.draft.base import CachingDrafter, DraftContext, Drafter, NoDrafter
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.ngram import NgramDrafter
 from titan.draft.vocabulary import VocabularyMap
-from titan.models.config import ModelConfig
+from titan.models.config import DecoderConfig, ModelConfig
 from titan.models.files import ModelFiles
-from titan.models.loader import load_model, load_tokenizer, open_model, resolve_model
+from titan.models.loader import load_model, load_tokenizer, open_model, resolve_dtype, resolve_model
 
 DrafterFactory = Callable[[DraftContext], Drafter]
 DraftSpec = str | Drafter | None
@@ -73,12 +73,8 @@ def _open_draft_model(spec: str, options: ModelOptions, context: DraftContext) -
         files = ModelFiles(folder, download_dir=options.download_dir)
         checkpoint = open_model(files, options.model_impl, trust_remote_code=trust)
         tokenizer = load_tokenizer(folder, download_dir=options.download_dir, trust_remote_code=trust)
-    weight_bits = options.draft_weight_bits
-    if weight_bits is not None and not context.backend.has_short_weights:
-        raise ValueError(
-            f"draft_weight_bits={weight_bits} is not supported by these kernels ({context.backend.name}): allowed is None, and 8 "
-            f"on a CPU with AVX-512 and no AMX"
-        )
+    if (weight_bits := options.draft_weight_bits) is not None:
+        _check_weight_bits(weight_bits, checkpoint.config, context)
     vocabulary = _map_vocabulary(spec, checkpoint.config, tokenizer, context)
 
     def load() -> Drafter:
@@ -97,6 +93,20 @@ def _check_drafter(drafter: object, spec: object) -> None:
         raise ValueError(f"{named} is not a drafter: allowed are None, a name, a folder, a hub id, or a Drafter")
     if drafter.kv is not None and not isinstance(drafter, CachingDrafter):
         raise ValueError(f"{named} has kv, but is not a CachingDrafter: allowed with attach() and lookahead()")
+
+
+def _check_weight_bits(weight_bits: int, config: ModelConfig, context: DraftContext) -> None:
+    """Refuse to round weights that nothing would read in less time."""
+    backend, allowed = context.backend, "allowed is None, and 8 on a CPU with AVX-512 and no AMX, in float32 and bfloat16"
+    if not isinstance(config, DecoderConfig):
+        raise ValueError(
+            f"draft_weight_bits={weight_bits} is not supported for {config.architecture} in transformers' layers: allowed is None, "
+            f"and 8 for a model of Titan's own decoder"
+        )
+    if not backend.has_short_weights:
+        raise ValueError(f"draft_weight_bits={weight_bits} is not supported by these kernels ({backend.name}): {allowed}")
+    if not backend.layer_ops(dtype := resolve_dtype(context.dtype, config.dtype, backend), config.traits).packs:
+        raise ValueError(f"draft_weight_bits={weight_bits} is not supported in {str(dtype).removeprefix('torch.')}: {allowed}")
 
 
 def _check_deterministic(name: str, context: DraftContext) -> None:

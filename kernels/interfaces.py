@@ -367,7 +367,7 @@ class Backend(Protocol):
     trees: TreeOps
 
     def active(self) -> AbstractContextManager[None]:
-        """Make the device current in this thread, and its settings those of a step; the context gives the settings back."""
+        """Make the device current in this thread, and its settings those of a step; the context gives both back."""
 
     def check_limits(self, *, block_size: int, max_batch_size: int) -> None:
         """Reject limits that the kernels do not support.

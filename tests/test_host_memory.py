@@ -13,23 +13,34 @@ MIB = 2**20
 
 
 @pytest.mark.parametrize(
-    ("limit", "expected"),
+    ("limits", "own", "expected"),
     [
-        (str(100 * MIB), (100 - 60 + 20, 100)),
-        (str(10 * MIB), (0, 10)),  # it was lowered
-        (str(10_000 * MIB), (500, 1000)),  # more than there is
-        ("max", (500, 1000)),
-        (None, (500, 1000)),  # no container
+        ({"": 100}, "/", (100 - 60 + 20, 100)),
+        ({"": 10}, "/", (0, 10)),  # it was lowered
+        ({"": 10_000}, "/", (500, 1000)),  # more than there is
+        ({"": None}, "/", (500, 1000)),
+        ({}, "/", (500, 1000)),
+        ({"a.slice/b.scope": 200, "a.slice": 300}, "/a.slice/b.scope", (160, 200)),
+        ({"a.slice/b.scope": None, "a.slice": 300}, "/a.slice/b.scope", (260, 300)),
+        ({"a.slice": 300}, "/other", (500, 1000)),
+        ({"": 100}, None, (500, 1000)),  # version 1
     ],
 )
-def test_a_container_may_have_less(
-    limit: str | None, expected: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_control_group_may_have_less(
+    limits: dict[str, int | None],
+    own: str | None,
+    expected: tuple[int, int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     system = type("Memory", (), {"available": 500 * MIB, "total": 1000 * MIB})
     monkeypatch.setattr(psutil, "virtual_memory", lambda: system)
-    monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
-    if limit is not None:
-        (tmp_path / "memory.max").write_text(f"{limit}\n")
-        (tmp_path / "memory.current").write_text(f"{60 * MIB}\n")
-        (tmp_path / "memory.stat").write_text(f"anon {30 * MIB}\ninactive_file {20 * MIB}\nactive_file {10 * MIB}\n")
+    monkeypatch.setattr(host_memory, "CGROUPS", tmp_path / "groups")
+    monkeypatch.setattr(host_memory, "OWN_GROUP", tmp_path / "own")
+    (tmp_path / "own").write_text("4:memory:/a\n" + ("" if own is None else f"0::{own}\n"))
+    for name, limit in limits.items():
+        (group := tmp_path / "groups" / name).mkdir(parents=True, exist_ok=True)
+        (group / "memory.max").write_text("max\n" if limit is None else f"{limit * MIB}\n")
+        (group / "memory.current").write_text(f"{60 * MIB}\n")
+        (group / "memory.stat").write_text(f"anon {30 * MIB}\ninactive_file {20 * MIB}\nactive_file {10 * MIB}\n")
     assert host_memory.host_memory() == tuple(MIB * each for each in expected)

@@ -249,9 +249,11 @@ def test_outputs_are_the_callers_own(zoo: Zoo) -> None:
     """Whatever is done to one, the request goes on, and what an earlier one says does not change."""
     llm = LLM(zoo.path("llama+text"), **CPU)
     prompt, outputs = [9, 8, 7, 6], list[RequestOutput]()
-    for output in llm.stream(prompt, greedy(4, ignore_eos=True)):
+    for output in llm.stream(prompt, greedy(4, ignore_eos=True, logprobs=1, prompt_logprobs=1)):
         output.prompt_token_ids.extend(output.outputs[0].token_ids)
         outputs.append(output)
+        for entry in (*(output.outputs[0].logprobs or ()), *(output.prompt_logprobs or ())):
+            (entry or {}).clear()
     [expected] = llm.generate([prompt], greedy(4, ignore_eos=True))
     assert outputs[-1].outputs[0].token_ids == expected.outputs[0].token_ids and len(prompt) == 4
     assert [output.metrics.num_emitted_tokens for output in outputs] == [1, 2, 3, 4]

@@ -232,7 +232,7 @@ class FrontEnd:
         logprobs, cumulative_logprob = request.logprobs, None
         if logprobs is not None:
             self._decode_logprobs(logprobs, request.params)
-            logprobs = logprobs.copy()  # the request's own list keeps growing
+            logprobs = [dict(entry) for entry in logprobs]  # the request goes by its own
             cumulative_logprob = sum(entry[token_id].logprob for token_id, entry in zip(token_ids, logprobs, strict=True))
         return CompletionOutput(
             request.index,
@@ -249,7 +249,7 @@ class FrontEnd:
         if logprobs is None:
             return None
         self._decode_logprobs([entry for entry in logprobs if entry is not None], request.params)
-        return logprobs.copy()
+        return [None if entry is None else dict(entry) for entry in logprobs]
 
     def _decode_logprobs(self, logprobs: list[dict[int, Logprob]], params: SamplingParams) -> None:
         """Fill in the token text of the entries added since the last call."""

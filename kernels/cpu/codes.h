@@ -2,10 +2,11 @@
 // if their mantissas end after 3 of theirs.
 //
 // The upper byte of a weight is its sign and most of its exponent: those of a block of weights have few values. Each block has a palette
-// of 16, and of each weight its lower byte, or the upper half of that, and the number of its upper one, 4 bits. Number 0 is the byte 0;
-// the others are the most frequent ones. A weight whose upper byte is not among them is rare: it is coded as 0.0, and its products are added to the sums at the
-// end. Splitting off the exponents, since they hold little, is from Zhang et al., "70% Size, 100% Accuracy: Lossless LLM Compression
-// for Efficient GPU Inference via Dynamic-Length Float (DFloat11)", 2025; codes of one length take a few instructions to read.
+// of 16, and of each weight its lower byte, or the upper half of that, and the number of its upper one, 4 bits. Number 0 is the byte
+// 0; the others are the most frequent ones. A weight whose upper byte is not among them is rare: it is coded as 0.0, and its products
+// are added to the sums at the end. Splitting off the exponents, since they hold little, is from Zhang et al., "70% Size, 100%
+// Accuracy: Lossless LLM Compression for Efficient GPU Inference via Dynamic-Length Float (DFloat11)", 2025; codes of one length take a
+// few instructions to read.
 
 #pragma once
 

@@ -37,7 +37,7 @@ class CompiledKernels:
         if self.team is None:
             raise ValueError(f"num_threads={self.num_threads} is not possible: the system does not allow so many threads")
         self._library.reads_codes.restype = INT
-        self.reads_codes = bool(self._library.reads_codes())  # whether weights may be in codes of 12 bits
+        self.reads_codes = bool(self._library.reads_codes())  # whether weights may be in codes of 12 or 8 bits
         weakref.finalize(self, self._library.free_team, POINTER(self.team))
 
     def function(self, name: str, dtype: torch.dtype | None, *arguments: Any) -> Any:

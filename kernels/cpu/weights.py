@@ -92,7 +92,8 @@ def _make_codes(weight: Tensor, kernels: CompiledKernels) -> Tensor | None:
     num_rare = int(counts.sum())
     if num_rare > MAX_RARE * weight.numel():
         return None
-    is_short = not any((rows.view(torch.int16) & 15).any() for _, rows in _pieces(weight, torch.bfloat16, num_rows, depth))
+    pieces = (each for _, rows in _pieces(weight, torch.bfloat16, num_rows, depth) for each in rows.split(CHUNK_ROWS))
+    is_short = not any((each.view(torch.int16) & 15).any() for each in pieces)
     dtype = torch.int8 if is_short else torch.uint8
     block_bytes = HEADER_BYTES + BLOCK * depth * CODE_BITS[dtype] // 8
     offsets.copy_((counts.cumsum(0) - counts) * RARE_BYTES + torch.arange(num_blocks, 0, -1) * block_bytes)

@@ -89,6 +89,12 @@ class SwappedMlp(LlamaMLP):
         return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
 
 
+class WideGateMlp(LlamaMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.act_fn(self.gate_proj(x.to(self.gate_proj.weight.dtype))).to(x.dtype)
+        return self.down_proj(gate * self.up_proj(x))
+
+
 class ClippedAttention(LlamaAttention):
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
         return super().forward(hidden_states.clamp(-5, 5), **kwargs)
@@ -126,7 +132,7 @@ def test_norms_that_are_only_alike_stay(make: Callable[..., nn.Module], dtype: t
 )
 def test_gated_feed_forward_parts_are_fused(mlp: Callable[..., nn.Module], config: Any, dtype: torch.dtype) -> None:
     module, rows = ready(mlp(config), dtype), random_rows(dtype, 2, 3)
-    fused = fuse_mlp(make_ops(dtype), module)
+    fused = fuse_mlp(make_ops(dtype), module, dtype)
     assert fused is not None
     assert_same(fused(rows), module(rows))
 
@@ -134,7 +140,7 @@ def test_gated_feed_forward_parts_are_fused(mlp: Callable[..., nn.Module], confi
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mlp", [ClampedMlp, SwappedMlp])
 def test_feed_forward_parts_that_are_only_alike_stay(mlp: Callable[..., nn.Module], dtype: torch.dtype) -> None:
-    assert fuse_mlp(make_ops(dtype), ready(mlp(LlamaConfig(**SIZES)), dtype)) is None
+    assert fuse_mlp(make_ops(dtype), ready(mlp(LlamaConfig(**SIZES)), dtype), dtype) is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -187,6 +193,21 @@ def test_all_of_a_llama_is_replaced_and_what_is_only_alike_is_not(tmp_path: Any,
     assert nn.Linear not in found, "its projections are packed all the same"
 
 
+def test_linear_layers_that_a_model_keeps_in_float32_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their rows are of another dtype than those of all others."""
+    config = LlamaConfig(**SIZES, num_attention_heads=6, num_key_value_heads=2, num_hidden_layers=2, vocab_size=64)
+    ready(LlamaForCausalLM(config), torch.float32).save_pretrained(tmp_path)
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaMLP", WideGateMlp)
+    monkeypatch.setattr(LlamaForCausalLM, "_keep_in_fp32_modules_strict", {"gate_proj"})
+    expected = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert expected.model.layers[0].mlp.gate_proj.weight.dtype == torch.float32
+    backend = choose_backend(torch.device("cpu"))
+    model = load_model(open_model(ModelFiles(str(tmp_path)), "transformers"), dtype="bfloat16", backend=backend)
+    kept = [module for module in model._decoder.modules() if type(module) is nn.Linear]
+    assert [each.weight.dtype for each in kept] == [torch.float32] * 2
+    assert_same(compute_logits(model, [5, 9, 1, 30, 7]), expected(torch.tensor([[5, 9, 1, 30, 7]])).logits[0])
+
+
 def test_other_classes_of_linear_layers_stay() -> None:
     assert is_plain_linear(nn.Linear(4, 4))
     hooked = nn.Linear(4, 4)
@@ -194,7 +215,7 @@ def test_other_classes_of_linear_layers_stay() -> None:
     assert not any(map(is_plain_linear, (OtherLinear(4, 4), hooked)))
     mlp = ready(LlamaMLP(LlamaConfig(**SIZES)), torch.float32)
     mlp.up_proj = ready(OtherLinear(SIZE, 160, bias=False), torch.float32)
-    assert fuse_mlp(make_ops(torch.float32), mlp) is None
+    assert fuse_mlp(make_ops(torch.float32), mlp, torch.float32) is None
 
 
 def compute_logits(model: Any, tokens: list[int]) -> Tensor:

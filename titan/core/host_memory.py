@@ -1,14 +1,15 @@
-"""The memory of the host, within the limit of a container."""
+"""The memory of the host, within the limits of control groups, which containers are."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
-CGROUP = Path("/sys/fs/cgroup")
-"""Of this process, as a container sees it; see "Control Group v2" of the kernel's documentation."""
+CGROUPS, OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+"""See "Control Group v2" of the kernel's documentation; of version 1 nothing is read."""
 
 
 class HostMemory(NamedTuple):
@@ -19,12 +20,27 @@ class HostMemory(NamedTuple):
 
 
 def host_memory() -> HostMemory:
-    """Return the memory that this process may use: the system's, or its container's where that has less."""
+    """Return the memory that this process may use: the system's, or that of one of its control groups, where it has less."""
     memory = psutil.virtual_memory()
+    limits = [HostMemory(memory.available, memory.total), *_limits()]
+    return HostMemory(max(min(each.available for each in limits), 0), min(each.total for each in limits))
+
+
+def _limits() -> Iterator[HostMemory]:
+    """Yield the limits of this process's group, and of those around it."""
     try:
-        limit, used = (int((CGROUP / name).read_text(encoding="ascii")) for name in ("memory.max", "memory.current"))
-        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text(encoding="ascii").splitlines())
-        free = limit - used + int(stat["inactive_file"])  # pages of files that nobody has looked at lately
-    except (OSError, ValueError, KeyError):  # no such files, or no limit, which reads "max"
-        return HostMemory(memory.available, memory.total)
-    return HostMemory(max(min(memory.available, free), 0), min(memory.total, limit))
+        lines = OWN_GROUP.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return
+    name = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
+    if name is None:
+        return
+    for group in (own := CGROUPS / name, *own.parents):
+        if group.is_relative_to(CGROUPS):
+            try:
+                limit, used = (int((group / file).read_text(encoding="ascii")) for file in ("memory.max", "memory.current"))
+                stat = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
+                # pages of files that nobody has looked at lately can be given back
+                yield HostMemory(limit - used + int(stat["inactive_file"]), limit)
+            except (OSError, ValueError, KeyError):  # no such files, or no limit, which reads "max"
+                continue

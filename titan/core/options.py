@@ -240,7 +240,7 @@ class MemoryOptions:
             ``max_model_len`` tokens need, within 40 % of the host's free memory, or its container's, or 90 % of what the largest
             passes leave on a GPU.
         memory_utilization: share of the device's memory that may be in use, by anyone: the KV cache leaves the rest free. On a
-            CPU the device's memory is the machine's. ``None`` = as said above; in (0, 1].
+            CPU it is that of the machine, or of its container. ``None`` = as said above; in (0, 1].
         enable_prefix_caching: reuse the KV of common prefixes.
         kv_cache_dtype: how the target's keys and values are stored: "auto" is the model's dtype; "int8" takes about half the bytes
             of bfloat16, with a scale for each token and head, and changes the output a little.

@@ -198,22 +198,16 @@ def load_model(
         dtype: "auto", "float32", "bfloat16", "float16" or the torch dtype; see `resolve_dtype`.
         backend: that runs the model.
         order: of the tokens; ``None`` = the checkpoint's.
-        weight_bits: 8 rounds the matrices of linear layers; see `titan.models.weights.round_to_8_bits`.
+        weight_bits: 8 rounds the matrices of linear layers, see `titan.models.weights.round_to_8_bits`; for Titan's own decoder.
 
     Raises:
-        ValueError: the model has weights that do not fit its config, or none; or they are to be rounded, and transformers has its
-            layers.
+        ValueError: the model has weights that do not fit its config, or none.
     """
     files, config = checkpoint.files, checkpoint.config
     run_dtype = resolve_dtype(dtype, config.dtype, backend)
     if isinstance(config, DecoderConfig):
         return _fill_decoder(files, config, run_dtype, backend, pack=True, order=order, weight_bits=weight_bits)
-    assert isinstance(config, TransformersConfig)
-    if weight_bits is not None:
-        raise ValueError(
-            f"draft_weight_bits={weight_bits} is not supported for {config.architecture} in transformers' layers: allowed is None, "
-            f"and 8 for a model of Titan's own decoder"
-        )
+    assert isinstance(config, TransformersConfig) and weight_bits is None
     paths = fetch_weights(files)  # its errors name the model
     with _naming(files.name, "checkpoint"), _TRANSFORMERS_LOCK:
         return load_modules(files.name, paths, config, dtype=run_dtype, backend=backend, order=order)

@@ -255,15 +255,16 @@ def _check_weights(
 
 
 def round_to_8_bits(weight: Tensor) -> None:
-    """Round a weight of any float dtype in place to bfloat16, and that to 3 bits of mantissa, each to nearest, ties to even.
+    """Round a weight of float32 or bfloat16 in place to bfloat16, and that to 3 bits of mantissa, each to nearest, ties to even.
 
     With the sign and the exponent, of which the weights of a block have few, these are 8 bits each; e4m3 numbers have the same
     precision (Micikevicius et al., "FP8 formats for deep learning", 2022).
     """
-    bits = weight.bfloat16().view(torch.int16)
-    half = 7 + (bits >> 4 & 1)
-    rounded = torch.where(bits & 0x7FFF < LARGEST_8_BITS, bits + half, bits) & ~15  # not to infinity
-    weight.copy_(rounded.view(torch.bfloat16))
+    for rows in weight.split(max(1, CHUNK_BYTES // max(1, weight[:1].nbytes))):
+        bits = rows.bfloat16().view(torch.int16)
+        half = 7 + (bits >> 4 & 1)
+        rounded = torch.where(bits & 0x7FFF < LARGEST_8_BITS, bits + half, bits) & ~15  # not to infinity
+        rows.copy_(rounded.view(torch.bfloat16))
 
 
 def _load_weights(

@@ -149,12 +149,14 @@ def fuse_norm(ops: LayerOps, module: nn.Module) -> FusedNorm | None:
     return nearest if is_close(nearest(inputs), expected) else None
 
 
-def fuse_mlp(ops: LayerOps, module: nn.Module) -> GatedMlp | None:
-    """Return a fused feed-forward part that computes what a module does; ``None`` if there is none."""
+def fuse_mlp(ops: LayerOps, module: nn.Module, dtype: torch.dtype) -> GatedMlp | None:
+    """Return a fused feed-forward part that computes what a module does in a dtype; ``None`` if there is none."""
     layers = next((names for names in MLP_LAYERS if all(hasattr(module, name) for name in names)), ())
     activation = next((getattr(module, name) for name in ACTIVATIONS if hasattr(module, name)), None)
     linears = [getattr(module, name) for name in layers]
     if not linears or not callable(activation) or not all(map(is_plain_linear, linears)) or not takes_rows(module):
+        return None
+    if any(each.weight.dtype != dtype for each in linears):
         return None
     inputs, numbers = mixed_rows(linears[0].weight), torch.linspace(-9, 9, 999).to(linears[0].weight)[:, None]
     is_silu = is_close(F.silu(numbers), activation(numbers))

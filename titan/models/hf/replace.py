@@ -52,7 +52,7 @@ def replace_modules(model: Any, decoder: nn.Module, ops: LayerOps, kv: KVTensor,
             widen(module, recurse=False)
     with widened_in_turn(all_parts if is_narrow else ()):
         calls = record_calls(decoder, ops, kv)
-    replacing = _Replacing(ops, kv, calls, max_positions, all_parts, dtype if is_narrow else None)
+    replacing = _Replacing(ops, kv, calls, max_positions, all_parts, dtype, is_narrow=is_narrow)
     if ops.packs:
         replacing.replace_tied_embedding(model)
     replacing.replace_children(model)
@@ -104,7 +104,8 @@ class _Replacing:
         calls: of its attention modules, see `record_calls`.
         max_positions: of the model.
         parts: of the model, which are made ready one after another.
-        wide_dtype: that all weights are to have; ``None``: they are as they should be.
+        dtype: in which the model runs.
+        is_narrow: whether weights may be of fewer bits, and are widened if they are not replaced.
     """
 
     def __init__(
@@ -114,10 +115,12 @@ class _Replacing:
         calls: Mapping[nn.Module, dict[str, Any]],
         max_positions: int,
         parts: Collection[nn.Module],
-        wide_dtype: torch.dtype | None,
+        dtype: torch.dtype,
+        *,
+        is_narrow: bool,
     ) -> None:
         self._ops, self._kv, self._calls, self._max_positions = ops, kv, calls, max_positions
-        self._parts, self._wide_dtype = set(parts), wide_dtype
+        self._parts, self._dtype, self._is_narrow = set(parts), dtype, is_narrow
         self._kept: nn.Module | None = None  # an output head whose weight others read
 
     def replace_tied_embedding(self, model: Any) -> None:
@@ -146,7 +149,7 @@ class _Replacing:
         for name, child in parent.named_children():
             is_read = reads_weight(parent, name)
             replacement: nn.Module | None = None if is_read or child is self._kept else self._packed_linear(child)
-            if replacement is None and child in self._parts and self._wide_dtype is not None:
+            if replacement is None and child in self._parts and self._is_narrow:
                 widen(child)
             if replacement is None and not is_read:
                 replacement = self._replacement(child)
@@ -164,13 +167,14 @@ class _Replacing:
             for name in PROJECTIONS if attention is not None else ():
                 setattr(module, name, None)  # its weights are no longer needed, but others may hold the module
             return attention
-        return fuse_norm(ops, module) or fuse_mlp(ops, module)
+        return fuse_norm(ops, module) or fuse_mlp(ops, module, self._dtype)
 
     def _packed_linear(self, module: nn.Module) -> PackedLinear | None:
         if not self._ops.packs or not is_plain_linear(module):
             return None
         linear = cast("nn.Linear", module)
-        dtype = linear.weight.dtype if self._wide_dtype is None else self._wide_dtype
-        packed = PackedLinear(self._ops, linear, dtype)
-        rows = mixed_rows(torch.empty(linear.in_features, dtype=dtype, device=linear.weight.device))
+        if not self._is_narrow and linear.weight.dtype != self._dtype:  # it computes in a dtype of its own
+            return None
+        packed = PackedLinear(self._ops, linear, self._dtype)
+        rows = mixed_rows(torch.empty(linear.in_features, dtype=self._dtype, device=linear.weight.device))
         return packed if is_close(packed(rows), apply_linear(linear, rows)) else None
