@@ -138,7 +138,7 @@ struct __attribute__((may_alias, aligned(kLanes * sizeof(float)))) Line {
   float lanes[kLanes];
 };
 
-constexpr size_t kKeptBytes = 16 << 20; // of working memory that a thread keeps for its next call
+constexpr size_t kKeptBytes = 64 << 20; // of working memory that a thread keeps for its next call
 
 // Give working memory back that only long prompts need: each thread that ever led a step would keep it.
 inline void give_back(std::vector<Line>& lines) {
