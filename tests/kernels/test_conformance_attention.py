@@ -121,11 +121,6 @@ def test_layers_of_other_families(backend: Backend, layer: LayerSpec, dtype: tor
     check_layer(backend, make_case(requests[:num_requests], window=layer.attention.window), layer, dtype, is_quantised)
 
 
-def test_threads_that_share_the_rows_of_a_head_may_begin_within_a_query(backend: Backend) -> None:
-    """Seven queries of three heads each, for two threads."""
-    check(backend, make_case([Request(20, 1, chain(6))]), 3, 1, torch.float32)
-
-
 @pytest.mark.parametrize("window", [None, 4, Chunk(16)])
 def test_trees_at_block_edges(backend: Backend, window: Window) -> None:
     """A star, a chain, a tree of 63 nodes and one behind a prefill chunk, each begun at every offset that matters."""

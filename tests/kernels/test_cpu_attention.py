@@ -114,8 +114,10 @@ def test_so_are_those_of_other_families(compiled: Backend, layer: LayerSpec, dty
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_threads_that_share_the_rows_of_a_head_change_nothing(kind: Kind, dtype: torch.dtype) -> None:
+    """With three heads, threads begin within a query."""
     alone, together = (CpuBackend(make_kernels(kind, num_threads)) for num_threads in (1, 5))
-    for request in (Request(70), Request(37, 1, chain(6)), Request(20, 40)):
-        kv = random(1, 1, 20, 16, 576, dtype=dtype)
-        q = random(request.query_len, 16, 576, dtype=dtype, seed=1)
-        assert torch.equal(*(attend_all(each, [request], q, kv, LATENTS) for each in (alone, together)))
+    requests, three_heads = (Request(70), Request(37, 1, chain(6)), Request(20, 40)), LayerSpec(3, 1, 64, AttentionSpec(SCALE))
+    for layer, request in product((LATENTS, three_heads), requests):
+        kv = random(1 if layer.is_latent else 2, 1, 20, 16, layer.head_dim, dtype=dtype)
+        q = random(request.query_len, layer.num_heads, layer.head_dim, dtype=dtype, seed=1)
+        assert torch.equal(*(attend_all(each, [request], q, kv, layer) for each in (alone, together)))
