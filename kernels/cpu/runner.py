@@ -135,25 +135,19 @@ class CompiledRunner(TorchRunner):
         if num_probs:
             probs = torch.empty(num_probs, vocab_size, dtype=torch.float32)
             draft_rows = torch.zeros(max_nodes + num_rows, dtype=torch.int32)
-        grown = self._run_growth(
-            GrowingStruct(
-                *(len(feeds), table.shape[1], vocab_size),
-                *map(address, (growths, table, token_ids, lengths)),
-                NodeColumnsStruct(*(column.data_ptr() for column in nodes)),
-                *(0 if draft_rows is None else draft_rows.data_ptr(), address(counts), address(is_chain)),
-                *(0 if probs is None else probs.data_ptr(), address(first_scores)),
-            )
+        growing = GrowingStruct(
+            *(len(feeds), table.shape[1], vocab_size),
+            *map(address, (growths, table, token_ids, lengths)),
+            NodeColumnsStruct(*(column.data_ptr() for column in nodes)),
+            *(0 if draft_rows is None else draft_rows.data_ptr(), address(counts), address(is_chain)),
+            *(0 if probs is None else probs.data_ptr(), address(first_scores)),
         )
+        self._grow_trees(ctypes.addressof(self._decoder), ctypes.addressof(growing))
         num_nodes = int(counts.sum())
         nodes = NodeColumns(*(column[:num_nodes] for column in nodes))
         draft_rows = None if draft_rows is None else draft_rows[: num_nodes + num_rows]
-        report = GrowthReport(grown.num_passes, grown.num_rows, grown.pass_seconds, first_scores)
+        report = GrowthReport(growing.num_passes, growing.num_rows, growing.pass_seconds, first_scores)
         return DraftTrees(prefix_sums(counts), is_chain, is_sampled, has_scores, nodes, probs, draft_rows, report)
-
-    def _run_growth(self, growing: GrowingStruct) -> GrowingStruct:
-        """Grow all depths of all trees in one call; the struct then says how long its passes took."""
-        self._grow_trees(ctypes.addressof(self._decoder), ctypes.addressof(growing))
-        return growing
 
 
 def _growth(spec: GrowthSpec | None, root: int, row: int, first_inner: int) -> tuple[Any, ...]:

@@ -29,18 +29,15 @@ def host_memory() -> HostMemory:
 def _limits() -> Iterator[HostMemory]:
     """Yield the limits of this process's group, and of those around it."""
     try:
-        lines = OWN_GROUP.read_text(encoding="ascii").splitlines()
-    except OSError:
+        own = next(line for line in OWN_GROUP.read_text(encoding="ascii").splitlines() if line.startswith("0::/"))
+    except (OSError, StopIteration):  # another system, or version 1
         return
-    name = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
-    if name is None:
-        return
-    for group in (own := CGROUPS / name, *own.parents):
-        if group.is_relative_to(CGROUPS):
-            try:
-                limit, used = (int((group / file).read_text(encoding="ascii")) for file in ("memory.max", "memory.current"))
-                stat = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
-                # pages of files that nobody has looked at lately can be given back
-                yield HostMemory(limit - used + int(stat["inactive_file"]), limit)
-            except (OSError, ValueError, KeyError):  # no such files, or no limit, which reads "max"
-                continue
+    path = CGROUPS / own.removeprefix("0::/")
+    for group in (path, *path.parents):  # those above the root have no such files, either
+        try:
+            limit, used = (int((group / file).read_text(encoding="ascii")) for file in ("memory.max", "memory.current"))
+            stat = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
+            # pages of files that nobody has looked at lately can be given back
+            yield HostMemory(limit - used + int(stat["inactive_file"]), limit)
+        except (OSError, ValueError, KeyError):  # no such files, or no limit, which reads "max"
+            continue
