@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from itertools import accumulate, count, cycle
 from pathlib import Path
 from random import Random
@@ -325,6 +326,24 @@ def test_passes_are_measured_within_all_limits(zoo: Zoo, draft: str, limits: dic
     assert all(size <= most and seconds > 0 for size, seconds in (found.target_pass | found.draft_pass).items())
     prompt = PROMPTS[1][:5]
     assert run_all(engine, [prompt], [greedy(3, ignore_eos=True)]) == [zoo.greedy("llama", prompt, 3, ignore_eos=True)]
+
+
+@pytest.mark.parametrize("back_end", ["cpu", "torch"])
+def test_passes_of_a_draft_cost_what_its_growth_reports(zoo: Zoo, back_end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what else growth takes, which is the host's time of a step that drafts."""
+    backend = make_back_end(back_end)
+    runner = type(adaptive_engine(zoo, "llama~", backend=backend, **AMPLE).drafter.runner)  # type: ignore[attr-defined]
+    grow = runner.grow
+
+    def grow_and_report(runner: Any, feeds: Sequence[Feed], *args: Any) -> Any:
+        trees = grow(runner, feeds, *args)
+        assert trees.growth.num_passes == 1 and trees.growth.num_rows == sum(len(feed.token_ids) for feed in feeds)
+        return replace(trees, growth=trees.growth._replace(seconds=3.0 + trees.growth.num_rows))
+
+    monkeypatch.setattr(runner, "grow", grow_and_report)
+    found = adaptive_engine(zoo, "llama~", backend=backend, **AMPLE).metrics().speculation
+    assert found is not None and found.draft_pass == {size: pytest.approx(3.0 + size) for size in found.draft_pass}
+    assert len(found.draft_pass) > 2 and max(found.target_pass.values()) < 3.0
 
 
 def test_metrics_say_why_speculation_is_off(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,7 +137,7 @@ def test_fall_ends_drafting(machine: Machine, n: int, honesty: float, early: boo
     ids=str,
 )
 def test_bursts_and_drafts_that_misjudge_themselves(machine: Machine, n: int, text: Text) -> None:
-    assert compare(machine, [text] * n, adaptive(machine)) >= 0.97
+    assert compare(machine, [text] * n, adaptive(machine), seeds=9) >= 0.97
 
 
 @pytest.mark.parametrize(
@@ -259,6 +259,14 @@ def test_a_node_costs_what_it_does_on_this_side_of_a_step(acceptance: float, num
     assert found.node_seconds < 1e-4
 
 
+def test_at_a_bend_a_node_costs_something_between_both_sides() -> None:
+    """Of the target's curve, which is twice as steep from 16 rows on: four requests with three nodes each."""
+    costs = controller_of(BIG16).costs
+    prices = Prices(Load([Candidate(AcceptanceCounts(), 6, 1, 256, True)] * 4, 4, 0), costs)
+    found = best([0.8] * 4, prices)
+    assert found.num_nodes == [3] * 4 and 1.1 * prices.slope(8, 12) < found.node_seconds < 0.9 * prices.slope(12, 16)
+
+
 def test_what_rests_cost_is_followed_and_drafts_of_before_count_less() -> None:
     controller, num_rests = controller_of(DEMO), 0
     load = Load([Candidate(counts(0.1, 20.0), 6, 2, 256, True) for _ in range(8)], 8, 800)
@@ -322,7 +330,7 @@ def test_steps_that_draft_are_repeated_between_comparisons(num_missing: int) -> 
     """Plain steps come in between all the same; requests that the draft was not fed are looked at again."""
     controller, found, in_a_row = controller_of(BIG), Counter[str](), 0
     load, drafting, plain = four_requests(num_missing)
-    for _ in range(200):
+    for _ in range(400):
         if controller.repeats():
             found["repeats"], in_a_row = found["repeats"] + 1, in_a_row + 1
         else:
@@ -332,7 +340,7 @@ def test_steps_that_draft_are_repeated_between_comparisons(num_missing: int) -> 
         assert in_a_row < DWELL
         controller.observe(drafting if drafts else plain)
         controller.fleet.note_draft(0.9)
-    assert found["plain"] > 6
+    assert found["plain"] > 4
     assert (found["repeats"] > 3 * found["drafts"] > 30) == (num_missing == 2) != (found["repeats"] == 0)
 
 

@@ -466,7 +466,7 @@ class Engine:
         if isinstance(drafter, ModelDrafter):
             any_blocks, max_len = range(min(pool.num_blocks, MAX_PROFILED_BLOCKS)), min(self.max_model_len, drafter.max_len)
             num_fed = min(MAX_PROFILED_FEED, schedule.max_num_batched_tokens)
-            subjects.append(Subject(drafter.runner, 0, any_blocks, max_len, num_fed))
+            subjects.append(Subject(drafter.runner, 0, any_blocks, max_len, num_fed, self.backend.is_host))
         max_rows = schedule.max_num_batched_tokens
         if schedule.max_inter_token_s is None:  # prompts do not matter
             max_rows = min(max_rows, schedule.max_batch_size * (1 + max_draft_tokens))

@@ -42,7 +42,7 @@ REST_STEPS = 16
 IDLE_FADE = 0.975
 """Share that counts keep of a request's drafts per step in which it does not draft, and of all drafts if none does."""
 
-PLAIN_STEPS, PLAIN_GAIN, NUM_PLAIN = 16, 0.1, 3
+PLAIN_STEPS, PLAIN_GAIN, NUM_PLAIN = 16, 0.05, 3
 """Drafting steps after which some are plain, to see what such steps cost; twice as many if drafting gains that share, and so on;
 and how many are plain."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -115,9 +116,8 @@ def best(acceptance: Sequence[float], prices: Prices, yield_factor: float = 1.0,
         num_drafting = list(accumulate([depth == 1 for _, depth, _ in reached]))
         rows = list(accumulate([prices.first_rows[i] if depth == 1 else 1.0 for _, depth, i in reached]))
         best_rate, best_size, best_seconds = 0.0, 0, 0.0
-        for size in sizes:
-            if size > len(reached):
-                break
+        fewest = 1 + [depth for _, depth, _ in reached].index(num_passes)  # with fewer, the last pass is for nothing
+        for size in sizes[bisect_left(sizes, fewest) : bisect_right(sizes, len(reached))]:
             seconds = prices.step(num_drafting[size - 1], num_passes, rows[size - 1], size)
             rate = (prices.total_weight + yield_factor * gains[size - 1]) / seconds
             if rate > best_rate:
@@ -149,7 +149,7 @@ def _node_price(prices: Prices, sizes: Sequence[int], size: int, least_value: fl
     above = [each for each in (*sizes, 2 * sizes[-1]) if each > size]
     pairs = pairwise([size, *above])
     slack = next((low - size for low, high in pairs if prices.slope(low, high) > least_value), MAX_NODES)
-    return prices.slope(size, above[0]) if slack else prices.slope(size // 2, size), slack
+    return prices.slope(size // 2, above[0] if slack else size), slack
 
 
 def _nodes_by_value(candidates: Sequence[Candidate], acceptance: Sequence[float]) -> list[tuple[float, int, int]]:

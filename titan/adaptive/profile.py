@@ -11,7 +11,8 @@ import torch
 
 from titan.adaptive.pass_cost import PassCost
 from titan.core.batch import QueryRow, RaggedBatch, build_batch
-from titan.core.trees import DraftTrees
+from titan.core.growth import Feed, ShapeSpec, shape_plan
+from titan.core.trees import DraftTrees, chain_parents
 from titan.kernels.interfaces import Backend, Runner
 
 MAX_SECONDS = 2.0
@@ -29,6 +30,9 @@ CONTEXT_ROWS_EACH = 2
 CONTEXT_LEN = 512
 """Tokens before those of the passes that show what context costs."""
 
+ONE_NODE = ShapeSpec(shape_plan(chain_parents(1).tobytes()))
+"""A tree that takes one pass."""
+
 
 class Subject(NamedTuple):
     """A model to measure."""
@@ -38,6 +42,7 @@ class Subject(NamedTuple):
     block_ids: Sequence[int]  # of its KV, that may be overwritten, at least one; if there are too few, requests share them
     max_len: int  # maximum tokens of a request
     num_fed: int = 0  # rows up to which passes are measured although those of all requests together have fewer
+    is_grown: bool = False  # whether its passes take what growth reports of them, and what else growth takes is the host's
 
 
 class Extent(NamedTuple):
@@ -125,23 +130,30 @@ class _Curve:
         return min(self._extent.num_requests, -(-num_rows // (1 + self._num_nodes)))
 
     def _time(self, num_rows: int, start: int, num_requests: int | None = None) -> float:
-        batch = self._batch(num_rows, start, num_requests or self._num_requests(num_rows))
-        begin = time.perf_counter()
-        self._backend.download([self._subject.runner.forward(batch)[:1, :1].float()])  # waits for the device
+        n, runner = num_requests or self._num_requests(num_rows), self._subject.runner
+        counts = [num_rows // n + (i < num_rows % n) for i in range(n)]
+        tables = self._block_tables(n, start + max(counts))
+        if self._subject.is_grown:
+            feeds = [Feed(i, tables[i], start, [0] * count, ONE_NODE) for i, count in enumerate(counts)]
+            growth = runner.grow(feeds, n, 1).growth
+            return 0.0 if growth is None else growth.seconds
+        batch, begin = self._batch(tables, start, counts), time.perf_counter()
+        self._backend.download([runner.forward(batch)[:1, :1].float()])  # waits for the device
         return time.perf_counter() - begin
 
-    def _batch(self, num_rows: int, start: int, n: int) -> RaggedBatch:
-        block_ids, block_size = self._subject.block_ids, self._extent.block_size
-        counts = [num_rows // n + (i < num_rows % n) for i in range(n)]
+    def _block_tables(self, n: int, num_tokens: int) -> list[list[int]]:
+        """Return blocks of each request, for these tokens and a node."""
+        block_ids, blocks_each = self._subject.block_ids, num_tokens // self._extent.block_size + 1
+        return [[block_ids[(i * blocks_each + j) % len(block_ids)] for j in range(blocks_each)] for i in range(n)]
+
+    def _batch(self, tables: Sequence[Sequence[int]], start: int, counts: Sequence[int]) -> RaggedBatch:
         nodes = [min(count - 1, self._num_nodes) for count in counts]
-        blocks_each = -(-(start + max(counts)) // block_size)
-        tables = [[block_ids[(i * blocks_each + j) % len(block_ids)] for j in range(blocks_each)] for i in range(n)]
         rows = [
             QueryRow(table, start, [0] * (count - of_tree), True)
             for table, count, of_tree in zip(tables, counts, nodes, strict=True)
         ]
         trees = DraftTrees.placeholder_chains(nodes, self._backend.upload, self._backend.device)
-        return build_batch(rows, trees, block_size=block_size)
+        return build_batch(rows, trees, block_size=self._extent.block_size)
 
 
 def _sizes(most: int) -> list[int]:
