@@ -5,13 +5,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from adaptive_simulator import MACHINES, Fixed, Fleet, Machine, Policy, Text, compare, controller_of
 from adaptive_traffic import against_off
 
-from titan.adaptive.controller import IDLE_FADE, Controller
+from titan.adaptive.controller import IDLE_FADE, LEARNED_TOGETHER, Controller
 from titan.adaptive.costs import Costs
 from titan.adaptive.load import Candidate, Load, Outcome
 from titan.adaptive.optimum import DEBT_STEPS, Prices, best
@@ -361,6 +362,20 @@ def test_drafts_that_did_not_come_are_not_repeated() -> None:
     assert not controller.repeats()
     controller.observe(outcome._replace(num_nodes=[0] * 4, num_accepted=0))
     assert not controller.repeats()
+
+
+@pytest.mark.parametrize(("share", "lengths"), [(1.0, [1] * 5), (0.2 * LEARNED_TOGETHER, [5])])
+def test_short_steps_that_repeat_a_decision_are_learned_from_together(share: float, lengths: list[int]) -> None:
+    controller, load, outcome = drafting_controller()
+    controller.observe(outcome._replace(seconds=share))
+    for _ in range(4):
+        assert controller.repeats()
+        controller.observe(outcome._replace(seconds=share))
+    note = Mock(wraps=controller.costs.note_drafting)
+    controller.costs.note_drafting = note  # type: ignore[method-assign]
+    controller.rest(5, 5, 1)
+    controller.choose(load)
+    assert [len(call.args[1]) for call in note.call_args_list] == lengths
 
 
 def test_what_was_drafted_is_learned_before_a_comparison_that_comes_early() -> None:

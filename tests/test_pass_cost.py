@@ -51,6 +51,20 @@ def test_machine_of_another_speed_is_seen_at_all_sizes_and_forgotten(factor: flo
         assert passes.predict(1, 0) == pytest.approx(speed, rel=0.2)
 
 
+def test_means_of_passes_teach_as_much_as_the_passes() -> None:
+    """Of a machine that becomes slower, once it is known well."""
+    one_by_one, by_means = cost(), cost()
+    for seconds in (2.0, 3.0):
+        for _ in range(100):
+            by_means.note(8, 0, seconds, num_passes=4)
+            for _ in range(4):
+                one_by_one.note(8, 0, seconds)
+        for each in (one_by_one, by_means):
+            assert each.predict(8, 0) == pytest.approx(seconds, rel=0.02)
+            assert each.predict(16, 0) == pytest.approx(one_by_one.predict(16, 0), rel=0.02)
+    assert by_means._pace.variance > 0.5 * one_by_one._pace.variance
+
+
 def test_a_step_in_the_true_curve_is_learned() -> None:
     passes = cost()
     for _ in range(150):
@@ -89,10 +103,25 @@ def test_first_steps_of_their_kind_teach_little(num_steps: int, most: float) -> 
     for _ in range(20):
         costs.note_rest(load(4), 4, Outcome([], 0, 0, 0, 1.9, 0.0, 1.4))
     for _ in range(num_steps):
-        costs.note_drafting(load(4), Outcome([1] * 4, 2, 1, 4, 1.25 * 3.9, 1.25 * 1.4, 1.25 * 2.0), [1] * 4)
+        costs.note_drafting(load(4), [Outcome([1] * 4, 2, 1, 4, 1.25 * 3.9, 1.25 * 1.4, 1.25 * 2.0)], [1] * 4)
     assert costs.draft is not None
     for ratio in (costs.target.predict(8, 0, True) / 2.0, costs.draft.predict(4, 0) / 1.4):
         assert most - 0.1 < ratio < most + 0.02
+
+
+def test_steps_that_were_decided_on_together_teach_their_means() -> None:
+    """As one step of as many rows and as much time; passes of the draft count one by one."""
+    alike, different = Costs(cost(), cost()), Costs(cost(), cost())
+    outcomes = [Outcome([2] * 4, 5, 2, 8, 6.0, 3.0, 2.5, 0.1), Outcome([4] * 4, 7, 4, 16, 10.0, 5.0, 3.5, 0.3)]
+    mean = Outcome([3] * 4, 6, 3, 12, 8.0, 4.0, 3.0, 0.2)
+    for _ in range(3):
+        alike.note_drafting(load(4), [mean, mean], [4] * 4)
+        different.note_drafting(load(4), outcomes, [4] * 4)
+    assert alike.draft is not None and different.draft is not None
+    for rows in (4, 8, 16, 20):
+        assert different.target.predict(rows, 0, True) == alike.target.predict(rows, 0, True) != cost().predict(rows, 0)
+        assert different.draft.predict(rows, 0) == pytest.approx(alike.draft.predict(rows, 0))
+    assert different.host.predict(4, 4) == pytest.approx(alike.host.predict(4, 4)) and different.host.predict(4, 4) > 0.5
 
 
 def test_host_time_of_the_first_step_that_drafts_is_that_of_a_cold_one() -> None:
@@ -100,7 +129,7 @@ def test_host_time_of_the_first_step_that_drafts_is_that_of_a_cold_one() -> None
     costs = Costs(cost(), cost())
     for _ in range(20):
         costs.note_rest(load(4), 4, Outcome([], 0, 0, 0, 1.9, 0.0, 1.4))
-    costs.note_drafting(load(4), Outcome([1] * 4, 2, 1, 4, 1.4 + 2.0 + 1.1, 1.4, 2.0), [1] * 4)
+    costs.note_drafting(load(4), [Outcome([1] * 4, 2, 1, 4, 1.4 + 2.0 + 1.1, 1.4, 2.0)], [1] * 4)
     assert costs.host.predict(4) == pytest.approx(0.5)
     assert costs.host.predict(4, 4) == pytest.approx(0.5 + 0.6 / FIRST_DRAFT)
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from math import sqrt
 from typing import NamedTuple
 
@@ -55,6 +56,9 @@ YIELD_FADE = 127 / 128
 LEAST_MORE, MOST_LONGER = 0.01, 4.0
 """Share by which drafting must be expected to lengthen a step for its yield to be noted; and how many times as much, or as little,
 it may then have been."""
+
+LEARNED_TOGETHER = 0.005
+"""Seconds from which on steps that repeat a decision are learned from: short ones together, since that takes time, too."""
 
 MAX_FEED = 2.0
 """Plain steps in whose time the draft may be fed in one step."""
@@ -243,11 +247,16 @@ class Controller:
         self._hoped = self.optimum.num_nodes
         if not all(self._hoped):
             self._hoped = best(estimates.bounds, prices, self.drafting_yield.factor).num_nodes
-        able = [bound for bound, each in zip(estimates.bounds, load.candidates, strict=True) if each.max_nodes]
-        may_new_draft = estimates.new_bound > max(able, default=0.0) and (
-            len(able) < len(sure) or best([estimates.new_bound] * len(sure), prices, self.drafting_yield.factor).drafts
-        )
+        may_new_draft = self.optimum.drafts or self._may_new_draft(load, prices)
         self._standing.renew(load, self.optimum.drafts, may_new_draft, self.fleet.num_drafts, plain_seconds)
+
+    def _may_new_draft(self, load: Load, prices: Prices) -> bool:
+        """Whether drafting may pay for a new request, although it does not for those."""
+        bounds, new_bound, n = self._estimates.bounds, self._estimates.new_bound, len(load.candidates)
+        able = [bound for bound, each in zip(bounds, load.candidates, strict=True) if each.max_nodes]
+        if new_bound <= max(able, default=0.0):
+            return False
+        return len(able) < n or best([new_bound] * n, prices, self.drafting_yield.factor).drafts
 
     def _worth(self, i: int, weight: float) -> Worth:
         optimum, estimates = self.optimum, self._estimates
@@ -263,8 +272,8 @@ class Controller:
     def observe(self, outcome: Outcome) -> None:
         """Take note of what came of the step that was last decided.
 
-        Steps that draft as planned are learned from before the next comparison, which is the first to go by what they say, but for
-        the account of probes: in a row, this takes half of the time that it takes step by step, each with cold caches.
+        Steps that draft as planned are learned from in the next comparison, which is the first to go by what they say, but for the
+        account of probes: all at once, this takes a quarter of the time that it takes step by step, each with cold caches.
         """
         decision = self._decision
         self.has_tried |= decision.drafts or bool(decision.reviewed)
@@ -272,36 +281,40 @@ class Controller:
             self._standing.note_comparison(outcome.deciding_seconds)
         self._unlearned.append((self._load, decision, outcome))
         self._may_repeat = decision.is_steady and any(outcome.num_nodes)
-        if decision.probed or not decision.drafts or self._standing.num_left <= 1:
+        if decision.probed or not decision.drafts:
             self._learn()
         if decision.is_probe:
             self._standing.num_left = 0
 
     def _learn(self) -> None:
-        """Learn from the steps that were observed."""
-        for load, decision, outcome in self._unlearned:
-            self._learn_from(load, decision, outcome)
+        """Learn from the steps that were observed, and from short ones that repeat a decision together."""
+        together = list[Outcome]()
+        for (load, decision, outcome), following in zip_longest(self._unlearned, self._unlearned[1:]):
+            together.append(outcome)
+            if following is None or following[1] is not decision or sum(each.seconds for each in together) > LEARNED_TOGETHER:
+                self._learn_from(load, decision, together)
+                together = []
         self._unlearned.clear()
 
-    def _learn_from(self, load: Load, decision: Decision, outcome: Outcome) -> None:
+    def _learn_from(self, load: Load, decision: Decision, outcomes: Sequence[Outcome]) -> None:
         n = len(load.candidates)
         if decision.reviewed:  # what such a step takes says little of others
-            self.costs.note_review(load, len(decision.reviewed), outcome)
+            self.costs.note_review(load, len(decision.reviewed), outcomes[0])
         elif decision.drafts:
-            self.costs.note_drafting(load, outcome, decision.num_nodes)
-            self._note_yield(load, decision, outcome)
+            self.costs.note_drafting(load, outcomes, decision.num_nodes)
+            self._note_yield(load, decision, outcomes)
         else:
-            self.costs.note_rest(load, n, outcome)
+            self.costs.note_rest(load, n, outcomes[0])
         if not n:
             return
-        self._age_counts(load, decision, outcome)
-        num_accepted = outcome.num_accepted if decision.drafts or decision.reviewed else None
-        self._probes.observe(
-            outcome.seconds + outcome.deciding_seconds, self.costs.plain_seconds(load), num_accepted, n, is_probe=decision.is_probe
-        )
+        self._age_counts(load, decision, outcomes)
+        plain_seconds, is_probe = self.costs.plain_seconds(load), decision.is_probe
+        for each in outcomes:
+            num_accepted = each.num_accepted if decision.drafts or decision.reviewed else None
+            self._probes.observe(each.seconds + each.deciding_seconds, plain_seconds, num_accepted, n, is_probe=is_probe)
 
-    def _note_yield(self, load: Load, decision: Decision, outcome: Outcome) -> None:
-        """Compare what a step brought with what was planned, if it had nothing else to do, and the plan was for such a step."""
+    def _note_yield(self, load: Load, decision: Decision, outcomes: Sequence[Outcome]) -> None:
+        """Compare what steps brought with what was planned, if they had nothing else to do, and the plan was for such steps."""
         planned, prices, n = self.optimum, self._prices, len(load.candidates)
         if prices is None or decision.num_nodes != planned.num_nodes or not n == load.num_rows == prices.load.num_rows:
             return
@@ -310,19 +323,22 @@ class Controller:
         if more < LEAST_MORE * prices.plain_seconds or (has_passes and not all(load.candidates[i].is_fed for i in drafting)):
             return
         chains = [(decision.num_nodes[i], decision.acceptance[i]) for i in drafting]
-        promised = sum([p * (1 - p**count) / (1 - p) if p < 1 else count for count, p in chains])
-        if outcome.num_draft_passes or not has_passes:  # else they are not known, and those that were planned
-            real = prices.step(len(drafting), outcome.num_draft_passes, outcome.num_draft_rows, sum(outcome.num_nodes))
-            promised *= min(max((real - prices.plain_seconds) / more, 1 / MOST_LONGER), MOST_LONGER)
-        self.drafting_yield.note(outcome.num_accepted, promised)
+        planned_gain = sum([p * (1 - p**count) / (1 - p) if p < 1 else count for count, p in chains])
+        for each in outcomes:
+            promised = planned_gain
+            if each.num_draft_passes or not has_passes:  # else they are not known, and those that were planned
+                real = prices.step(len(drafting), each.num_draft_passes, each.num_draft_rows, sum(each.num_nodes))
+                promised *= min(max((real - prices.plain_seconds) / more, 1 / MOST_LONGER), MOST_LONGER)
+            self.drafting_yield.note(each.num_accepted, promised)
 
-    def _age_counts(self, load: Load, decision: Decision, outcome: Outcome) -> None:
+    def _age_counts(self, load: Load, decision: Decision, outcomes: Sequence[Outcome]) -> None:
         """Let older drafts count less."""
+        fade = IDLE_FADE ** len(outcomes)
         for i, (count, candidate) in enumerate(zip(decision.num_nodes, load.candidates, strict=True)):
             if not count and i not in decision.reviewed:
-                candidate.counts.fade(IDLE_FADE)
+                candidate.counts.fade(fade)
         if decision.is_probe:
-            reviewed = dict(zip(decision.reviewed, outcome.reviewed, strict=False))
+            reviewed = dict(zip(decision.reviewed, outcomes[0].reviewed, strict=False))
             surprise = 0.0  # mean difference between what a probe showed and what was known before, as far as it was known
             for i, (drafts, acceptance) in zip(decision.probed, self._before, strict=True):
                 num_drafts, shown = self._showing(load.candidates[i].counts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from titan.adaptive.host_time import HostTime
 from titan.adaptive.load import Load, Outcome
 from titan.adaptive.pass_cost import PassCost
@@ -59,7 +61,7 @@ class Costs:
             num_requests: that emitted tokens.
             outcome: of the step.
         """
-        is_cold = self._count_step(False)
+        is_cold = self._count_steps(1, is_drafting=False)
         rows, context = load.num_rows, load.num_context_tokens
         if rows == num_requests:  # what prompts take says little of what decodes do
             change = _note_pass(self.target, (rows, context), outcome.target_seconds, is_cold)
@@ -68,29 +70,32 @@ class Costs:
         if num_requests:
             self._note_host(num_requests, 0, outcome.host_seconds, is_cold)
 
-    def note_drafting(self, load: Load, outcome: Outcome, num_nodes: list[int]) -> None:
-        """Learn from a step with drafts.
+    def note_drafting(self, load: Load, outcomes: Sequence[Outcome], num_nodes: Sequence[int]) -> None:
+        """Learn from steps with drafts that were decided on together, from their means.
 
         Args:
-            load: of the step.
-            outcome: of the step.
+            load: of each of these steps.
+            outcomes: of the steps, at least one.
             num_nodes: that each candidate was to draft.
         """
-        is_cold = self._count_step(True)
-        n, num_drafting = len(load.candidates), sum(map(bool, num_nodes))
-        rows, context = load.num_rows + sum(outcome.num_nodes), load.num_context_tokens
-        of_draft = context * num_drafting / n
-        self._note_host(n, num_drafting, outcome.host_seconds + outcome.deciding_seconds, is_cold)
+        num_steps = len(outcomes)
+        is_cold = self._count_steps(num_steps, is_drafting=True)
+        n, num_drafting, context = len(load.candidates), sum(map(bool, num_nodes)), load.num_context_tokens
+        rows, of_draft = load.num_rows + sum([sum(each.num_nodes) for each in outcomes]) / num_steps, context * num_drafting / n
+        target_seconds = sum([each.target_seconds for each in outcomes]) / num_steps
+        self._note_host(n, num_drafting, sum([each.host_seconds + each.deciding_seconds for each in outcomes]) / num_steps, is_cold)
         if not self._is_timed:
-            self._note_together(rows, context, max(num_nodes), (num_drafting, of_draft), outcome.target_seconds)
+            self._note_together(rows, context, max(num_nodes), (num_drafting, of_draft), target_seconds)
             return
         if load.num_rows != n:  # what prompts take says little of what decodes do
             return
-        _note_pass(self.target, (rows, context), outcome.target_seconds, is_cold, is_alternating=True)
+        _note_pass(self.target, (rows, context), target_seconds, is_cold, is_alternating=True, num_passes=num_steps)
         is_caught_up = all(each.is_fed for count, each in zip(num_nodes, load.candidates, strict=True) if count)
-        if self.draft is not None and (passes := outcome.num_draft_passes) and is_caught_up:
-            per_pass = max(1.0, outcome.num_draft_rows / passes)
-            _note_pass(self.draft, (per_pass, of_draft), outcome.draft_seconds / passes, is_cold)
+        num_passes = sum([each.num_draft_passes for each in outcomes])
+        if self.draft is not None and num_passes and is_caught_up:
+            per_pass = max(1.0, sum([each.num_draft_rows for each in outcomes]) / num_passes)
+            seconds = sum([each.draft_seconds for each in outcomes]) / num_passes
+            _note_pass(self.draft, (per_pass, of_draft), seconds, is_cold, num_passes=num_steps)
 
     def note_review(self, load: Load, num_reviewed: int, outcome: Outcome) -> None:
         """Learn from a step with a review: its pass takes no less than one of growth, and may show that these are cheaper.
@@ -100,15 +105,15 @@ class Costs:
             num_reviewed: candidates.
             outcome: of the step.
         """
-        self._count_step(True)
+        self._count_steps(1, is_drafting=True)
         rows, context = outcome.review_rows, load.num_context_tokens * num_reviewed / len(load.candidates)
         is_measured = self.draft is not None and 0 < rows <= self.draft.sizes[-1]
         if self.draft is not None and is_measured and 0 < outcome.review_seconds < self.draft.predict(rows, context):
             self.draft.note(rows, context, outcome.review_seconds)
 
-    def _count_step(self, is_drafting: bool) -> bool:
-        """Count a step, and return whether it is among the first of its kind."""
-        self._num_alike = self._num_alike + 1 if is_drafting == self._was_drafting else 1
+    def _count_steps(self, num_steps: int, *, is_drafting: bool) -> bool:
+        """Count steps, and return whether the last of them is among the first of its kind."""
+        self._num_alike = (self._num_alike if is_drafting == self._was_drafting else 0) + num_steps
         self._was_drafting = is_drafting
         return self._num_alike <= COLD_STEPS
 
@@ -120,7 +125,7 @@ class Costs:
             seconds = _warm(seconds, expected)
         self.host.note(num_requests, num_drafting, seconds)
 
-    def _note_together(self, rows: int, context: int, passes: int, size: tuple[int, float], seconds: float) -> None:
+    def _note_together(self, rows: float, context: int, passes: int, size: tuple[int, float], seconds: float) -> None:
         """Note passes of target and draft, whose time together is known: each as the same multiple of what was expected."""
         target = self.target.predict(rows, context, True)
         draft = 0.0 if self.draft is None else self.draft.predict(*size)
@@ -130,11 +135,13 @@ class Costs:
             self.draft.note(*size, ratio * draft)
 
 
-def _note_pass(cost: PassCost, size: tuple[float, float], seconds: float, is_cold: bool, *, is_alternating: bool = False) -> float:
+def _note_pass(
+    cost: PassCost, size: tuple[float, float], seconds: float, is_cold: bool, *, is_alternating: bool = False, num_passes: int = 1
+) -> float:
     """Add a pass of these rows and tokens of context; see `PassCost.note`."""
     if is_cold:
         seconds = _warm(seconds, cost.predict(*size, is_alternating))
-    return cost.note(*size, seconds, is_alternating)
+    return cost.note(*size, seconds, is_alternating, num_passes)
 
 
 def _warm(seconds: float, expected: float) -> float:
