@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from titan.core import host_memory
+from titan.core import control_groups, host_memory
 
 MIB = 2**20
 
@@ -35,8 +35,8 @@ def test_a_control_group_may_have_less(
 ) -> None:
     system = type("Memory", (), {"available": 500 * MIB, "total": 1000 * MIB})
     monkeypatch.setattr(psutil, "virtual_memory", lambda: system)
-    monkeypatch.setattr(host_memory, "CGROUPS", tmp_path / "groups")
-    monkeypatch.setattr(host_memory, "OWN_GROUP", tmp_path / "own")
+    monkeypatch.setattr(control_groups, "CGROUPS", tmp_path / "groups")
+    monkeypatch.setattr(control_groups, "OWN_GROUP", tmp_path / "own")
     (tmp_path / "own").write_text("4:memory:/a\n" + ("" if own is None else f"0::{own}\n"))
     for name, limit in limits.items():
         (group := tmp_path / "groups" / name).mkdir(parents=True, exist_ok=True)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
-CGROUP_LIMIT = Path("/sys/fs/cgroup/cpu.max")
-"""Microseconds of processor time per period of microseconds, of a container; "max" for no limit."""
+from titan.core.control_groups import control_groups
 
 
 def available_cores() -> int:
-    """Return the number of physical cores that this process may use: those of its affinity mask, within its container's limit."""
+    """Return the number of physical cores that this process may use: those of its affinity mask, within containers' limits."""
     if not hasattr(os, "sched_getaffinity"):
         return psutil.cpu_count(logical=False) or os.cpu_count() or 1
     cores = {_siblings(cpu) for cpu in os.sched_getaffinity(0)}
-    return max(min(len(cores), _container_limit()), 1)
+    return max(min([len(cores), *_limits()]), 1)
 
 
 def _siblings(cpu: int) -> str:
@@ -28,9 +28,10 @@ def _siblings(cpu: int) -> str:
         return str(cpu)
 
 
-def _container_limit() -> int:
-    try:
-        quota, period = CGROUP_LIMIT.read_text(encoding="ascii").split()
-    except (OSError, ValueError):
-        return os.cpu_count() or 1
-    return os.cpu_count() or 1 if quota == "max" else math.ceil(int(quota) / int(period))
+def _limits() -> Iterator[int]:
+    for group in control_groups():
+        try:
+            quota, period = (group / "cpu.max").read_text(encoding="ascii").split()
+            yield math.ceil(int(quota) / int(period))  # microseconds of processor time per period
+        except (OSError, ValueError):  # no such file, or no limit, which reads "max"
+            continue

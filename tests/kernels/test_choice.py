@@ -15,7 +15,6 @@ from tiny_models import make_model
 
 from titan.kernels.backend import choose_backend
 from titan.kernels.cpu import kinds as cpu_kinds
-from titan.kernels.cpu import threads
 from titan.kernels.cpu.backend import CpuBackend
 from titan.kernels.cpu.kinds import CPU_KERNELS, choose_kind, kinds_here
 from titan.kernels.cpu.layers import CompiledOps
@@ -84,12 +83,15 @@ def test_threads_are_as_many_as_physical_cores_that_the_process_may_use(monkeypa
 
     monkeypatch.setattr(Path, "read_text", read_text)
     monkeypatch.setattr("os.cpu_count", lambda: 8)
+    files["/proc/self/cgroup"], files["/sys/fs/cgroup/a.slice/cpu.max"] = "0::/a.slice/b.scope\n", "max 1000\n"
     for limit in (None, "max 1000", "?", "2500 1000", "1500 1000", "10 1000"):
         if limit is not None:
-            files[str(threads.CGROUP_LIMIT)] = limit + "\n"
+            files["/sys/fs/cgroup/a.slice/b.scope/cpu.max"] = limit + "\n"
         for affinity, num_cores in ({0, 1, 2, 3}, 2), ({0, 2}, 1), ({0, 1, 2, 5, 6}, 4):
             monkeypatch.setattr("os.sched_getaffinity", lambda process, affinity=affinity: affinity, raising=False)
             assert available_cores() == min(num_cores, {"2500 1000": 3, "1500 1000": 2, "10 1000": 1}.get(str(limit), 8))
+    files["/sys/fs/cgroup/a.slice/b.scope/cpu.max"], files["/sys/fs/cgroup/cpu.max"] = "max 1000\n", "2000 1000\n"
+    assert available_cores() == 2, "a group around it has less"
 
 
 def test_fast_operations_are_given_to_models_whose_traits_they_know(backend: Backend) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
-CGROUPS, OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-"""See "Control Group v2" of the kernel's documentation; of version 1 nothing is read."""
+from titan.core.control_groups import control_groups
 
 
 class HostMemory(NamedTuple):
@@ -27,13 +25,7 @@ def host_memory() -> HostMemory:
 
 
 def _limits() -> Iterator[HostMemory]:
-    """Yield the limits of this process's group, and of those around it."""
-    try:
-        own = next(line for line in OWN_GROUP.read_text(encoding="ascii").splitlines() if line.startswith("0::/"))
-    except (OSError, StopIteration):  # another system, or version 1
-        return
-    path = CGROUPS / own.removeprefix("0::/")
-    for group in (path, *path.parents):  # those above the root have no such files, either
+    for group in control_groups():
         try:
             limit, used = (int((group / file).read_text(encoding="ascii")) for file in ("memory.max", "memory.current"))
             stat = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
