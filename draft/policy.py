@@ -6,7 +6,6 @@ Everything here depends only on the request, its options and its own history, ne
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -94,11 +93,11 @@ class DraftPolicy:
             return ShapeSpec(shape_plan(self.fixed_shape[:budget].tobytes()))
         if self._is_chain(budget) and not self._stops_early:
             return _chain(budget)
-        wide = replace(self._beam(request, budget), worth=worth)
-        if not self._is_narrow(budget) and wide.num_slots <= num_slots:
+        if not self._is_narrow(budget) and (wide := self._beam(request, budget, worth)).num_slots <= num_slots:
             return wide
         depth = min(budget, _worthwhile_depth(request)) if worth is None else budget
-        return BeamSpec(budget, depth, 1, 1 if self.draft_tree == "chain" else CHAIN_CHILDREN, wide.temperature, worth)
+        num_children = 1 if self.draft_tree == "chain" else CHAIN_CHILDREN
+        return BeamSpec(budget, depth, 1, num_children, score_temperature(request), worth)
 
     def largest_specs(self) -> list[GrowthSpec]:
         """Return the trees along one chain, the largest of each kind, that `spec` may return for a greedy request."""
@@ -122,8 +121,8 @@ class DraftPolicy:
             return budget
         return max(budget, self._beam(request, budget).num_slots)
 
-    def _beam(self, request: Request, budget: int) -> BeamSpec:
-        return BeamSpec(budget, min(budget, self.beam_depth), self.width, self.width + 1, score_temperature(request))
+    def _beam(self, request: Request, budget: int, worth: Worth | None = None) -> BeamSpec:
+        return BeamSpec(budget, min(budget, self.beam_depth), self.width, self.width + 1, score_temperature(request), worth)
 
     def _is_chain(self, budget: int) -> bool:
         return self.draft_tree == "chain" or budget == 1 or (self.draft_tree == "auto" and budget <= MAX_CHAIN_NODES)

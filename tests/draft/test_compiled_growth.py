@@ -98,7 +98,7 @@ def test_the_report_counts_each_pass_and_each_row(zoo: Zoo, has_chunk: bool, cal
 def priced(pass_price: float, row_price: float = 0.01) -> list[GrowthSpec]:
     """Two beams and a chain of beams, each with prices of its own."""
     specs = BeamSpec(16, 5, 3, 4, 0.3), BeamSpec(9, 6, 2, 3, 0.25), BeamSpec(6, 6, 1, 3, 0.2)
-    return [replace(spec, worth=Worth(0.9, 0.8, 0.01 + i / 99, row_price, pass_price)) for i, spec in enumerate(specs)]
+    return [spec._replace(worth=Worth(0.9, 0.8, 0.01 + i / 99, row_price, pass_price)) for i, spec in enumerate(specs)]
 
 
 PRICED: dict[str, tuple[list[GrowthSpec], int]] = {  # and the greatest depth

@@ -41,8 +41,7 @@ class Worth:
     pass_price: float  # of a pass of the draft, however many nodes it feeds; above 0
 
 
-@dataclass(frozen=True, slots=True)
-class BeamSpec:
+class BeamSpec(NamedTuple):
     """A beam: expand the nodes with the greatest cumulative probability at each depth, and keep the best of all depths."""
 
     max_nodes: int  # of the tree
