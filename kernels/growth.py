@@ -56,7 +56,7 @@ def grow_by_passes(
         block_size: tokens per KV block.
     """
     passes = TimedPasses(forward)
-    root_logits = feed_roots(passes.run, feeds, block_size)
+    root_logits = passes.run(root_batch(feeds, block_size))
     growing = [feed for feed in feeds if feed.spec is not None]
     if not growing:
         return DraftTrees.empty(num_rows, backend.device)
@@ -117,10 +117,10 @@ class TimedPasses:
         return GrowthReport(self._num_passes, self._num_rows, self._seconds, first_scores)
 
 
-def feed_roots(forward: Forward, feeds: Sequence[Feed], block_size: int) -> Tensor:
-    """Feed committed tokens; return the logits of the last token of each feed with a spec, [n, vocab of the draft]."""
+def root_batch(feeds: Sequence[Feed], block_size: int) -> RaggedBatch:
+    """Return the pass that feeds committed tokens; it has logits of the last token of each feed with a spec."""
     rows = [QueryRow(feed.block_ids, feed.start, feed.token_ids, feed.spec is not None) for feed in feeds]
-    return forward(build_batch(rows, block_size=block_size))
+    return build_batch(rows, block_size=block_size)
 
 
 class BeamGrowth:

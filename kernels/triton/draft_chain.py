@@ -21,11 +21,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from titan.core.arrays import Ints
-from titan.core.batch import pad_block_tables
 from titan.core.growth import Feed, GrowthSpec
 from titan.core.kv_tensor import KVTensor
 from titan.core.trees import DraftTrees
-from titan.kernels.growth import Forward, feed_roots
+from titan.kernels.growth import Forward, root_batch
 from titan.kernels.interfaces import Backend, Model, PassInputs
 from titan.kernels.triton.attention_plan import DeviceLayout
 from titan.kernels.triton.chain_trees import (
@@ -142,15 +141,16 @@ class DraftChains:
             IndexError: a block table does not cover the nodes of its chain.
         """
         ordered = sorted(feeds, key=_num_fed, reverse=True)  # so that the chains that go on are the first ones
-        root_logits = feed_roots(forward, ordered, self._kv.block_size)
+        batch = root_batch(ordered, self._kv.block_size)
+        root_logits = forward(batch)
         growing = ordered[: len(root_logits)]
-        chains = Chains.of(growing)
+        chains, table = Chains.of(growing), batch.attention.block_table[: len(growing)]
         self._check(growing, chains.roots + chains.num_fed)
         num_tokens = min(vocab_size, root_logits.shape[1])
         if chains.num_children == 1:
-            drafted, columns = self._draft(root_logits, growing, chains, num_tokens, node_columns(chains))
+            drafted, columns = self._draft(root_logits, table, chains, num_tokens, node_columns(chains))
             return greedy_trees(chains, num_rows, drafted, columns)
-        drafted, columns = self._draft(root_logits, growing, chains, num_tokens, child_columns(chains))
+        drafted, columns = self._draft(root_logits, table, chains, num_tokens, child_columns(chains))
         return self._backend.trees.select([sibling_candidates(chains, drafted, columns)], num_rows)
 
     def warm_up(self, specs: Sequence[GrowthSpec], vocab_size: int) -> list[Callable[[], object]]:
@@ -166,13 +166,13 @@ class DraftChains:
         return [partial(self._record, size) for size in sorted(sizes, reverse=True)]
 
     def _draft(
-        self, root_logits: Tensor, feeds: Sequence[Feed], chains: Chains, num_tokens: int, columns: list[NDArray[Any]]
+        self, root_logits: Tensor, block_table: Ints, chains: Chains, num_tokens: int, columns: list[NDArray[Any]]
     ) -> tuple[Tensor, list[Tensor]]:
         """Return the children of all roots and of the nodes fed, as `_choose` does, and the columns on the device.
 
         The first is int64 [1 or 2, D, n, k]. Which children are there follows from the lengths of the chains.
         """
-        n, num_children, num_fed = len(feeds), chains.num_children, int(chains.num_fed[0])
+        n, num_children, num_fed = len(block_table), chains.num_children, int(chains.num_fed[0])
         sizes = self._sizes(n, num_children, num_fed, num_tokens)
         for size in sizes:
             self._record(size)
@@ -180,7 +180,7 @@ class DraftChains:
             [
                 (chains.roots + 1).astype(np.int32),
                 chains.num_fed.astype(np.int32),
-                pad_block_tables([feed.block_ids for feed in feeds]).astype(np.int32),
+                block_table.astype(np.int32),
                 chains.temperatures,
                 *columns,
             ]
