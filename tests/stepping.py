@@ -95,7 +95,7 @@ def drain(engine: Engine, before_step: Callable[[int], None] = lambda step: None
 
 def host_trees(trees: Sequence[DraftTree]) -> DraftTrees:
     """Trees of greedy proposals, as the rows of a plan."""
-    limits = [TreeLimits(MAX_NODES, may_sample=False)] * len(trees)
+    limits = TreeLimits([MAX_NODES] * len(trees), [False] * len(trees), [MAX_NODES] * len(trees))
     upload: Upload = lambda arrays: list(map(torch.from_numpy, arrays))  # noqa: E731
     return DraftTrees.of(trees, limits, drafter="test", vocab_size=VOCAB_SIZE, upload=upload, device=torch.device("cpu"))
 

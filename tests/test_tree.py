@@ -80,13 +80,13 @@ def test_what_is_no_tree_is_refused(token_ids: list[int], parent_of: Any, others
 
 # the trees of a step
 
-LIMITS = [TreeLimits(3, may_sample=False), TreeLimits(4, may_sample=True), TreeLimits(0, may_sample=True)]
+LIMITS = TreeLimits([3, 4, 0], [False, True, True], [MAX_NODES] * 3)
 BUSHY = np.array([-1, 0, -1], np.int32)
 Q = torch.tensor([[0.5, 0.25, 0.25, *[0.0] * 6], [0.0, 1.0, *[0.0] * 7]])
 SAMPLED = DraftTree(np.array([1, 1, 2]), BUSHY, Q)
 
 
-def of(proposal: Any, limits: list[TreeLimits] = LIMITS) -> DraftTrees:
+def of(proposal: Any, limits: TreeLimits = LIMITS) -> DraftTrees:
     return DraftTrees.of(
         proposal, limits, drafter="mine", vocab_size=VOCAB_SIZE, upload=make_back_end("torch").upload, device=torch.device("cpu")
     )
@@ -204,12 +204,10 @@ def test_sampled_trees_without_readable_distributions_are_refused(changes: dict[
 def test_trees_that_are_ready_stay_where_they_are_if_they_hold_to_the_limits() -> None:
     trees = on_device()
     assert of(trees) is trees
-    few = [LIMITS[0], TreeLimits(2, may_sample=True), LIMITS[2]]
     with pytest.raises(ValueError, match="the drafter 'mine' proposed 3 nodes: at most 2 were allowed"):
-        of(on_device(), few)
-    greedy = [LIMITS[0], TreeLimits(3, may_sample=False), LIMITS[2]]
+        of(on_device(), LIMITS._replace(num_nodes=[3, 2, 0]))
     with pytest.raises(ValueError, match="the drafter 'mine' sampled a tree at temperature 0: it may at temperatures above 0 only"):
-        of(on_device(), greedy)
+        of(on_device(), LIMITS._replace(may_sample=[False] * 3))
 
 
 def test_on_the_host_empty_places_are_left_out() -> None:

@@ -238,10 +238,8 @@ class Engine:
         nothing = DraftTrees.empty(len(plan.requests), self.backend.device)
         if plan.is_plain:
             return nothing
-        limits = [
-            TreeLimits(budget, not request.params.is_greedy, num_slots)
-            for request, budget, num_slots in zip(plan.requests, plan.draft_budgets, plan.num_slots, strict=True)
-        ]
+        may_sample = [not request.params.is_greedy for request in plan.requests]
+        limits = TreeLimits(plan.draft_budgets, may_sample, plan.num_slots)
 
         def propose() -> DraftTrees:
             return DraftTrees.of(

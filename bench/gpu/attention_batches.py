@@ -112,7 +112,7 @@ def _make_layout(shape: Shape, tables: list[list[int]], device: torch.device) ->
     committed = [0] * shape.num_tokens
     rows = [QueryRow(table, start, committed) for table, start in zip(tables, shape.contexts, strict=True)]
     tree = DraftTree(np.zeros(num_nodes, np.int64), np.array(shape.parents, np.int32))
-    limits = [TreeLimits(num_nodes, may_sample=False)] * num_requests
+    limits = TreeLimits([num_nodes] * num_requests, [False] * num_requests, [num_nodes] * num_requests)
     bring = partial(upload, device=device)
     trees = DraftTrees.of([tree] * num_requests, limits, drafter="bench", vocab_size=1, upload=bring, device=device)
     batch = build_batch(rows, trees, block_size=shape.geometry.block_size)

@@ -29,7 +29,8 @@ def verification(logits: Tensor, backend: Backend, params: SamplingParams, is_sa
     """Verify chains of the most likely tokens with the logits that they come from: [R, 1 + drafts, vocab]."""
     num_requests, num_rows, vocab_size = logits.shape
     rows = SamplingRows.of([(params, i, 100) for i in range(num_requests)])
-    limits = [TreeLimits(num_rows - 1, is_sampled)] * num_requests
+    num_nodes = [num_rows - 1] * num_requests
+    limits = TreeLimits(num_nodes, [is_sampled] * num_requests, num_nodes)
     chains = [DraftTree.chain(each.argmax(1).tolist(), each.float().softmax(1) if is_sampled else None) for each in logits[:, :-1]]
     upload, device = backend.upload, backend.device
     trees = DraftTrees.of(chains, limits, drafter="bench", vocab_size=vocab_size, upload=upload, device=device)

@@ -121,7 +121,7 @@ class Case:
 
     def batch(self, backend: Backend) -> RaggedBatch:
         rows = [QueryRow(each.block_ids, each.context, [0] * each.num_tokens) for each in self.requests]
-        limits = [TreeLimits(MAX_NODES, may_sample=False)] * len(rows)
+        limits = TreeLimits([MAX_NODES] * len(rows), [False] * len(rows), [MAX_NODES] * len(rows))
         proposal = [each.tree for each in self.requests]
         trees = DraftTrees.of(proposal, limits, drafter="test", vocab_size=1, upload=backend.upload, device=backend.device)
         return build_batch(rows, trees, block_size=self.block_size)

@@ -184,7 +184,8 @@ class Case:
     def on_device(self, backend: Backend) -> DraftTrees:
         qs = [None if each.draft_probs is None else each.draft_probs.to(backend.device) for each in self.trees]
         there = [replace(each, draft_probs=q) for each, q in zip(self.trees, qs, strict=True)]
-        limits, vocab_size = [TreeLimits(MAX_NODES, may_sample=True)] * len(there), self.logits[0].shape[1]
+        most, vocab_size = [MAX_NODES] * len(there), self.logits[0].shape[1]
+        limits = TreeLimits(most, [True] * len(there), most)
         trees = DraftTrees.of(there, limits, drafter="test", vocab_size=vocab_size, upload=backend.upload, device=backend.device)
         return trees if self.num_empty is None else with_empty_places(trees, self.num_empty)
 

@@ -66,7 +66,7 @@ def test_where_rounding_leaves_nothing_of_the_residual_p_itself_is_sampled_from(
     coins = philox_uniform(np.arange(60_000, dtype=np.uint64), POSITION, Purpose.ACCEPT)
     seeds = np.flatnonzero(coins > 1 / excess + 1e-5)[:12].astype(np.uint64)
     tree = DraftTree.chain([2], (p * excess)[None].to(backend.device))
-    limits = [TreeLimits(1, may_sample=True)] * len(seeds)
+    limits = TreeLimits([1] * len(seeds), [True] * len(seeds), [1] * len(seeds))
     options = {"vocab_size": VOCAB_SIZE, "upload": backend.upload, "device": backend.device}
     trees = DraftTrees.of([tree] * len(seeds), limits, drafter="test", **options)
     sampling = SamplingRows.of((SamplingParams(), seed, POSITION) for seed in seeds.tolist())

@@ -138,11 +138,11 @@ EMPTY_TREE = DraftTree.chain([])
 
 
 class TreeLimits(NamedTuple):
-    """Limits on what a drafter may propose for one row of a plan."""
+    """Limits on what a drafter may propose, one entry per row of a plan."""
 
-    num_nodes: int
-    may_sample: bool  # whether tokens may be sampled: at temperatures above 0 only
-    num_slots: int = MAX_NODES  # reserved after the root
+    num_nodes: Sequence[int]
+    may_sample: Sequence[bool]  # whether tokens may be sampled: at temperatures above 0 only
+    num_slots: Sequence[int]  # reserved after the root
 
 
 Upload = Callable[[Sequence[NDArray[Any]]], list[Tensor]]
@@ -226,7 +226,7 @@ class DraftTrees:
     @classmethod
     def placeholder_chains(cls, lengths: Sequence[int], upload: Upload, device: torch.device) -> DraftTrees:
         """Return chains of these lengths, whose tokens are all 0, for passes that are run only to be measured."""
-        limits = [TreeLimits(length, may_sample=False) for length in lengths]
+        limits = TreeLimits(lengths, [False] * len(lengths), lengths)
         chains = [DraftTree.chain([0] * length) for length in lengths]
         return cls.of(chains, limits, drafter="profile", vocab_size=1, upload=upload, device=device)
 
@@ -234,7 +234,7 @@ class DraftTrees:
     def of(
         cls,
         proposal: Sequence[DraftTree] | DraftTrees,
-        limits: Sequence[TreeLimits],
+        limits: TreeLimits,
         *,
         drafter: str,
         vocab_size: int,
@@ -249,7 +249,7 @@ class DraftTrees:
 
         Args:
             proposal: one tree per row of the plan, or all of them ready on the device.
-            limits: of each row.
+            limits: of the rows.
             drafter: its name, for messages.
             vocab_size: of the target.
             upload: uploads arrays to the device; ``draft_probs`` must be there already.
@@ -259,15 +259,15 @@ class DraftTrees:
             ValueError: with what is wrong, what was found, and what is allowed.
         """
         num_rows = proposal.num_rows if isinstance(proposal, DraftTrees) else len(proposal)
-        if num_rows != len(limits):
-            raise ValueError(f"the drafter {drafter!r} proposed {num_rows} trees: the plan has {len(limits)} rows")
+        if num_rows != len(limits.num_nodes):
+            raise ValueError(f"the drafter {drafter!r} proposed {num_rows} trees: the plan has {len(limits.num_nodes)} rows")
         if isinstance(proposal, DraftTrees):
             proposal._check(limits, drafter, vocab_size, device)
             return proposal
         if not any(len(tree.token_ids) for tree in proposal):
             return cls.empty(num_rows, device)
-        for tree, limit in zip(proposal, limits, strict=True):
-            _check_tree(tree, limit, drafter, vocab_size, device)
+        for tree, most, may_sample, num_slots in zip(proposal, *limits, strict=True):
+            _check_tree(tree, most, may_sample, num_slots, drafter, vocab_size, device)
         return cls._join(proposal, upload)
 
     @classmethod
@@ -297,12 +297,12 @@ class DraftTrees:
             rows if probs else None,
         )
 
-    def _check(self, limits: Sequence[TreeLimits], drafter: str, vocab_size: int, device: torch.device) -> None:
+    def _check(self, limits: TreeLimits, drafter: str, vocab_size: int, device: torch.device) -> None:
         """Check what the host knows of trees on the device."""
         name = f"the drafter {drafter!r}"
-        for count, limit in zip(self.counts.tolist(), limits, strict=True):
-            _check_count(count, limit, drafter)
-        if not all(limits[row].may_sample for row in np.flatnonzero(self.is_sampled).tolist()):
+        for count, most in zip(self.counts.tolist(), limits.num_nodes, strict=True):
+            _check_count(count, most, drafter)
+        if not all(limits.may_sample[row] for row in np.flatnonzero(self.is_sampled).tolist()):
             raise ValueError(f"{name} sampled a tree at temperature 0: it may at temperatures above 0 only")
         flags = (self.is_chain, self.is_sampled, self.has_scores)
         if self.start_loc.dtype != np.int64 or any(each.dtype != np.bool_ or len(each) != self.num_rows for each in flags):
@@ -366,23 +366,26 @@ def allocate_nodes(num_nodes: int, device: torch.device | None) -> NodeColumns[T
     return NodeColumns(*(torch.empty(num_nodes, dtype=dtype, device=device) for dtype in NODE_DTYPES))
 
 
-def _check_count(num_nodes: int, limit: TreeLimits, drafter: str) -> None:
-    if num_nodes > limit.num_nodes:
-        raise ValueError(f"the drafter {drafter!r} proposed {num_nodes} nodes: at most {limit.num_nodes} were allowed")
+def _check_count(num_nodes: int, most: int, drafter: str) -> None:
+    if num_nodes > most:
+        raise ValueError(f"the drafter {drafter!r} proposed {num_nodes} nodes: at most {most} were allowed")
 
 
-def _check_tree(tree: DraftTree, limit: TreeLimits, drafter: str, vocab_size: int, device: torch.device) -> None:
-    _check_count(tree.num_nodes, limit, drafter)
+def _check_tree(
+    tree: DraftTree, num_nodes: int, may_sample: bool, num_slots: int, drafter: str, vocab_size: int, device: torch.device
+) -> None:
+    """Check the tree of a row, given its entries of `TreeLimits`."""
+    _check_count(tree.num_nodes, num_nodes, drafter)
     token_ids = tree.token_ids
     if tree.num_nodes and not 0 <= token_ids.min() <= token_ids.max() < vocab_size:
         raise ValueError(f"the drafter {drafter!r} proposed token ids {token_ids.tolist()}: allowed are 0 to {vocab_size - 1}")
     slots, probs = tree.draft_slots, tree.draft_probs
-    if slots is not None and tree.num_nodes and not -1 <= slots.min() <= slots.max() < limit.num_slots:
-        raise ValueError(f"the drafter {drafter!r} gave draft_slots {slots.tolist()}: allowed are -1 to {limit.num_slots - 1}")
+    if slots is not None and tree.num_nodes and not -1 <= slots.min() <= slots.max() < num_slots:
+        raise ValueError(f"the drafter {drafter!r} gave draft_slots {slots.tolist()}: allowed are -1 to {num_slots - 1}")
     if probs is None:
         return
-    if not limit.may_sample or probs.shape[1:] != (vocab_size,) or probs.device != device:
-        where = "above 0" if limit.may_sample else "0"
+    if not may_sample or probs.shape[1:] != (vocab_size,) or probs.device != device:
+        where = "above 0" if may_sample else "0"
         raise ValueError(
             f"the drafter {drafter!r} gave draft_probs of shape {list(probs.shape)} on {probs.device} at temperature {where}: they "
             f"must be [nodes with children, {vocab_size}] on {device}, at temperatures above 0 only"
