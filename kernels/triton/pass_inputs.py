@@ -7,25 +7,23 @@ Legend: T query tokens and R requests, padded ones included.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from titan.core.arrays import Ints
-from titan.core.batch import RaggedBatch
+from titan.core.batch import NodeQueries, RaggedBatch
 from titan.kernels.interfaces import PassInputs
 from titan.kernels.triton.attention_plan import DeviceLayout
 from titan.kernels.triton.cuda_graphs import PassSize
-from titan.kernels.triton.upload import upload
+from titan.kernels.triton.upload import ALIGNMENT, upload
 
 MAX_PACKED_BYTES_PER_TOKEN = 64
 MAX_PACKED_BYTES_PER_REQUEST = 16
 MAX_PADDING = 256
-"""The three bound the bytes that the packed arrays of a batch take; see `_packed_arrays`."""
-
-BLOCK_TABLE = 8
-"""Index of the block table among these arrays."""
+"""The three bound the bytes that `PackedInputs` take."""
 
 
 def size_of(batch: RaggedBatch) -> PassSize:
@@ -51,11 +49,21 @@ def upload_inputs(batch: RaggedBatch, device: torch.device, max_short_query: int
             in a branching tree.
     """
     size = size_of(batch)
-    tensors = upload(_packed_arrays(batch, size), device)
-    _place_nodes(batch, tensors)
-    short_query_len = _short_query_len(batch, max_short_query)
-    logits_rows = upload_rows(batch, device)
-    return _inputs(tensors, batch.attention.block_size, tensors[BLOCK_TABLE], short_query_len, size.max_query_len, logits_rows)
+    packed = PackedInputs(*upload(_packed_arrays(batch, size), device))
+    short_query_len, block_size = _short_query_len(batch, max_short_query), batch.attention.block_size
+    inputs = _inputs(packed, size, packed.block_table, block_size, short_query_len, upload_rows(batch, device))
+    _place_nodes(batch.nodes, packed, inputs)
+    return inputs
+
+
+class PackedInputs(NamedTuple):
+    """What is uploaded of a batch: few tensors, as each takes the host time; their rows are aligned like arrays of their own."""
+
+    of_tokens: Tensor  # int64 [4, T or more]: token ids, ancestor bits, positions, slot mapping
+    visible_lens: Tensor  # int32 [T]
+    of_requests: Tensor  # int32 [3, R + 1 or more]: query start locations, sequence lengths, starts of trees
+    block_table: Tensor  # int32 [requests of the batch, blocks]
+    node_places: Tensor | None = None  # int64 [3, N], see `titan.core.batch.NodePlaces`; None: there are no nodes
 
 
 class StaticInputs:
@@ -73,6 +81,7 @@ class StaticInputs:
         num_bytes += largest.num_requests * (MAX_PACKED_BYTES_PER_REQUEST + 4 * num_blocks)
         self.packed = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self.block_table = torch.zeros(largest.num_requests, num_blocks, dtype=torch.int32, device=device)
+        self._inputs: dict[PassSize, PassInputs] = {}  # views of this memory
 
     def have_room_for(self, batch: RaggedBatch) -> bool:
         """Whether the batch's block tables are short enough."""
@@ -80,78 +89,69 @@ class StaticInputs:
 
     def fill(self, batch: RaggedBatch, size: PassSize) -> PassInputs:
         """Upload a batch, padded to a size that holds it, to the memory of that size."""
-        tensors = upload(_packed_arrays(batch, size), self.device, into=self.packed)
-        _place_nodes(batch, tensors)
-        num_requests, num_blocks = batch.attention.block_table.shape
-        self.block_table[:num_requests, :num_blocks].copy_(tensors[BLOCK_TABLE])
-        block_table = self.block_table[: size.num_requests]
-        return _inputs(tensors, batch.attention.block_size, block_table, size.max_query_len, size.max_query_len, None)
+        packed = PackedInputs(*upload(_packed_arrays(batch, size), self.device, into=self.packed))
+        if size not in self._inputs:
+            block_table, block_size = self.block_table[: size.num_requests], batch.attention.block_size
+            self._inputs[size] = _inputs(packed, size, block_table, block_size, size.max_query_len, None)
+        num_requests, num_blocks = packed.block_table.shape
+        self.block_table[:num_requests, :num_blocks].copy_(packed.block_table)
+        _place_nodes(batch.nodes, packed, self._inputs[size])
+        return self._inputs[size]
 
 
-def _packed_arrays(batch: RaggedBatch, size: PassSize) -> list[NDArray[np.int64] | NDArray[np.int32]]:
-    """Return the arrays of a batch in the order that `_inputs` expects, padded to ``size``, except for the block table.
-
-    If there are nodes, three more arrays say where they belong.
-    """
+def _packed_arrays(batch: RaggedBatch, size: PassSize) -> list[NDArray[Any]]:
+    """Return the arrays of `PackedInputs`, padded to ``size``."""
     layout = batch.attention
-    num_tokens, num_requests, _ = size
+    num_tokens = len(layout.positions)
+    of_tokens = np.zeros((4, _aligned(size.num_tokens, 8)), np.int64)
+    if batch.nodes is None or int(batch.nodes.start_loc[-1]) < num_tokens:  # else the device knows all tokens, as those of a draft
+        of_tokens[0, :num_tokens], of_tokens[1, :num_tokens] = batch.token_ids, layout.ancestor_bits
+    of_tokens[2, :num_tokens], of_tokens[3, :num_tokens] = layout.positions, batch.slot_mapping
+    of_tokens[3, num_tokens:] = -1
+    visible_lens = np.zeros(size.num_tokens, np.int32)
+    visible_lens[:num_tokens] = layout.visible_lens
+    num_requests = len(layout.seq_lens)
+    of_requests = np.zeros((3, _aligned(size.num_requests + 1, 4)), np.int32)
+    of_requests[0, :num_requests], of_requests[0, num_requests:] = layout.query_start_loc[:-1], num_tokens
+    of_requests[1, :num_requests], of_requests[2, :num_requests] = layout.seq_lens, layout.tree_starts
+    arrays: list[NDArray[Any]] = [of_tokens, visible_lens, of_requests, layout.block_table.astype(np.int32)]
+    return arrays if batch.nodes is None else [*arrays, np.array(batch.node_places())]
 
-    def padded(values: Ints, length: int, dtype: type[np.int64] | type[np.int32], filler: int = 0) -> NDArray[np.int64]:
-        array = np.full(length, filler, dtype)
-        array[: len(values)] = values
-        return array  # type: ignore[return-value]
 
-    def known(values: Ints) -> Ints:
-        """Return the values, or none of them for a pass of nodes alone, as those of a draft are: the device knows them all."""
-        return values[:0] if batch.nodes is not None and int(batch.nodes.start_loc[-1]) == len(values) else values
-
-    arrays: list[NDArray[np.int64] | NDArray[np.int32]] = [
-        padded(known(batch.token_ids), num_tokens, np.int64),
-        padded(known(layout.ancestor_bits), num_tokens, np.int64),
-        padded(layout.positions, num_tokens, np.int64),
-        padded(batch.slot_mapping, num_tokens, np.int64, -1),
-        padded(layout.visible_lens, num_tokens, np.int32),
-        padded(layout.query_start_loc, num_requests + 1, np.int32, len(layout.positions)),
-        padded(layout.seq_lens, num_requests, np.int32),
-        padded(layout.tree_starts, num_requests, np.int32),
-        layout.block_table.astype(np.int32),
-    ]
-    return arrays if batch.nodes is None else [*arrays, *batch.node_places()]
+def _aligned(count: int, itemsize: int) -> int:
+    """Return how many numbers it takes for the next row of an array to be aligned."""
+    return -(-count * itemsize // ALIGNMENT) * ALIGNMENT // itemsize
 
 
 def _inputs(
-    tensors: list[Tensor],
-    block_size: int,
-    block_table: Tensor,
-    short_query_len: int,
-    max_query_len: int,
-    logits_rows: Tensor | None,
+    packed: PackedInputs, size: PassSize, block_table: Tensor, block_size: int, short_query_len: int, logits_rows: Tensor | None
 ) -> PassInputs:
-    token_ids, ancestor_bits, positions, slot_mapping, visible_lens, query_start_loc, seq_lens, tree_starts = tensors[:BLOCK_TABLE]
+    token_ids, ancestor_bits, positions, slot_mapping = packed.of_tokens[:, : size.num_tokens].unbind()
+    query_start_loc, seq_lens, tree_starts = packed.of_requests[:, : size.num_requests + 1].unbind()
     layout = DeviceLayout(
         block_size=block_size,
         query_start_loc=query_start_loc,
-        seq_lens=seq_lens,
+        seq_lens=seq_lens[:-1],
         block_table=block_table,
         positions=positions,
-        visible_lens=visible_lens,
-        tree_starts=tree_starts,
+        visible_lens=packed.visible_lens,
+        tree_starts=tree_starts[:-1],
         ancestor_bits=ancestor_bits,
         short_query_len=short_query_len,
-        max_query_len=max_query_len,
+        max_query_len=size.max_query_len,
     )
     return PassInputs(token_ids, positions, slot_mapping, logits_rows, layout)
 
 
-def _place_nodes(batch: RaggedBatch, tensors: list[Tensor]) -> None:
+def _place_nodes(nodes: NodeQueries | None, packed: PackedInputs, inputs: PassInputs) -> None:
     """Write the nodes, which may be known to the device alone, to the places that the host has reserved for them."""
-    if (nodes := batch.nodes) is None:
+    if nodes is None or packed.node_places is None:
         return
-    (token_ids, ancestor_bits, positions), (rows, roots, masks) = tensors[:3], tensors[-3:]
-    token_ids.index_copy_(0, rows, nodes.token_ids.clamp(min=0))  # empty places have token -1
-    ancestor_bits.index_copy_(0, rows, nodes.ancestor_bits & masks)
+    rows, roots, masks = packed.node_places
+    inputs.token_ids.index_copy_(0, rows, nodes.token_ids.clamp(min=0))  # empty places have token -1
+    inputs.attention.ancestor_bits.index_copy_(0, rows, nodes.ancestor_bits & masks)
     if nodes.depths is not None:
-        positions.index_copy_(0, rows, roots + nodes.depths)
+        inputs.positions.index_copy_(0, rows, roots + nodes.depths)
 
 
 def _short_query_len(batch: RaggedBatch, max_short_query: int) -> int:
