@@ -57,7 +57,7 @@ class Server:
 
     def step(self) -> None:
         before = {request: request.metrics.num_preemptions for request in self.scheduler.running}
-        plan = self.scheduler.schedule(0, lambda _, budget: budget)
+        plan = self.scheduler.schedule(0, lambda _, budgets: budgets)
         running = self.scheduler.running
         assert all(request in running for request in plan.requests)
         self.starts += [each for each in running if before.get(each) != each.metrics.num_preemptions]

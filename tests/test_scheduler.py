@@ -116,6 +116,9 @@ class World:
             self.requests.append(request)
         return family[0]
 
+    def lookahead(self, _: Sequence[Request], budgets: Sequence[int]) -> list[int]:
+        return [budget and budget + self.num_more_slots for budget in budgets]
+
     def step(self, max_draft_tokens: int, random: Random) -> StepPlan:
         self.now += 1
         for request in self.scheduler.expire():
@@ -123,7 +126,7 @@ class World:
         assert all(request.is_finished for request in self.requests if request.expiry is not None and request.expiry <= self.now)
         running, num_preemptions = list(self.scheduler.running), self.counters.num_preemptions
         decoding = [request for request in running if request.num_uncomputed_tokens == 1]
-        plan = self.scheduler.schedule(max_draft_tokens, lambda _, budget: budget + self.num_more_slots)
+        plan = self.scheduler.schedule(max_draft_tokens, self.lookahead)
         self.check_plan(plan, max_draft_tokens, running, decoding)
         num_preempted = self.counters.num_preemptions - num_preemptions
         assert not num_preempted or self.options.reservation == "on_demand"
@@ -377,7 +380,7 @@ def test_drafts_and_errors_after_the_end_do_not_count() -> None:
     """A grammar, say, knows no token after the end, and the draft does not know the end."""
     world = World(max_batch_size=1, num_kv_blocks=9)
     request = world.add([1], 20)
-    plan = world.scheduler.schedule(2, lambda _, budget: budget)
+    plan = world.scheduler.schedule(2, lambda _, budgets: budgets)
     acceptance = Acceptance(host_trees([DraftTree.chain([EOS, 5])]), [[0, 1]], [[EOS, 5]], ["broken"])
     world.kv.commit(plan, acceptance)
     assert world.scheduler.update(plan, acceptance) == [request]
@@ -522,7 +525,7 @@ def test_a_copy_that_fails_loses_neither_blocks_nor_requests(failing: str, monke
     while world.scheduler.has_unfinished:
         monkeypatch.setattr(CACHE_OPS, failing, fail if random.random() < 0.5 else copy)
         try:
-            plan = world.scheduler.schedule(3, lambda _, budget: budget)
+            plan = world.scheduler.schedule(3, lambda _, budgets: budgets)
         except RuntimeError:
             num_failures += 1
         else:
@@ -540,7 +543,7 @@ def test_a_copy_that_fails_for_a_sibling_of_requests_that_end_loses_nothing_of_t
     """Where memory lacks, the sibling computes its prompt itself; else it ends."""
     world, random = World(8, max_batch_size=4), Random(0)
     first, *others = world.add([1] * 10, 1, ignore_eos=True, n=3).family
-    plan = world.scheduler.schedule(0, lambda _, budget: budget)
+    plan = world.scheduler.schedule(0, lambda _, budgets: budgets)
     with monkeypatch.context() as patch:
         patch.setattr(CACHE_OPS, "copy_blocks", Mock(side_effect=error))
         world.execute(plan, random)

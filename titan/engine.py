@@ -540,13 +540,14 @@ def _load(plan: StepPlan) -> StepLoad:
     )
 
 
-def _only_the_drafts(_: Request, budget: int) -> int:
-    return budget
+def _only_the_drafts(_: Sequence[Request], budgets: Sequence[int]) -> Sequence[int]:
+    return budgets
 
 
 def _lookahead_of(drafter: CachingDrafter) -> Lookahead:
-    def lookahead(request: Request, budget: int) -> int:
-        return answer_of(drafter, lambda: drafter.lookahead(request, budget), budget)
+    def lookahead(requests: Sequence[Request], budgets: Sequence[int]) -> Sequence[int]:
+        rows = zip(requests, budgets, strict=True)
+        return answer_of(drafter, lambda: [drafter.lookahead(*row) if row[1] else 0 for row in rows], budgets)
 
     return lookahead
 

@@ -68,7 +68,7 @@ class Backlog:
         self._plan = self._schedule()
 
     def _schedule(self) -> StepPlan:
-        return self.scheduler.schedule(NUM_DRAFTS, lambda _, budget: budget)
+        return self.scheduler.schedule(NUM_DRAFTS, lambda _, budgets: budgets)
 
     def _add(self, num_requests: int) -> None:
         for _ in range(num_requests):

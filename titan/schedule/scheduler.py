@@ -26,8 +26,9 @@ from titan.schedule.preemption import SwapRule
 from titan.schedule.service import ServiceLog
 from titan.schedule.stopping import append_tokens
 
-Lookahead = Callable[[Request, int], int]
-"""Returns the slots after the root that drafting this many nodes would like to write: at least as many, more for a beam."""
+Lookahead = Callable[[Sequence[Request], Sequence[int]], Sequence[int]]
+"""Returns the slots after the root of each request that drafting these many nodes would like to write: at least as many, more for a
+beam."""
 
 PrefillLimit = Callable[[int, int, int], int]
 """Returns how many prompt tokens a step may take, given the number of requests that decode, the tokens computed before of all that
@@ -161,8 +162,8 @@ class Scheduler:
         plan = StepPlan([], [], [], [])
         self.kv.await_copies()
         self._choose_rows(plan, max_draft_tokens)
-        for request, budget in zip(plan.requests, plan.draft_budgets, strict=True):
-            num_slots = lookahead(request, budget) if budget else 0
+        wanted = lookahead(plan.requests, plan.draft_budgets)
+        for request, budget, num_slots in zip(plan.requests, plan.draft_budgets, wanted, strict=True):
             is_more = num_slots > budget and self.kv.reserve(request, request.num_tokens + num_slots)
             plan.num_slots.append(num_slots if is_more else budget)
         return plan
