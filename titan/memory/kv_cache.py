@@ -210,10 +210,11 @@ class KVCache:
                 drafted = list(takewhile((0).__le__, drafted))
             request.cover_draft(len(drafted))
             first_slot = request.num_computed_tokens + num_tokens  # of the nodes
-            held: tuple[tuple[Role, list[int]], ...] = ("target", path), ("draft", drafted)
-            for role, slots in held:
-                if slots != list(range(len(slots))):
-                    moves[role].append(PathMove(request.block_ids, first_slot, slots))
+            straight = list(range(len(path)))
+            if path != straight:
+                moves["target"].append(PathMove(request.block_ids, first_slot, path))
+            if drafted != straight[: len(drafted)]:
+                moves["draft"].append(PathMove(request.block_ids, first_slot, drafted))
         for role, paths in moves.items():
             if paths and role in self._tensors:
                 self._ops.move_paths(self._tensors[role], paths)
