@@ -213,7 +213,8 @@ class DraftChains:
         sizes = list[ChainSize]()
         for depths in self._depths:
             num_replays, num_fed = divmod(num_fed, depths)
-            sizes += [ChainSize(count, num_children, depths, num_tokens)] * num_replays
+            if num_replays:
+                sizes += [ChainSize(count, num_children, depths, num_tokens)] * num_replays
         return sizes
 
     def _record(self, size: ChainSize) -> None:

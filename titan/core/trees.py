@@ -302,8 +302,6 @@ class DraftTrees:
         name = f"the drafter {drafter!r}"
         for count, most in zip(self.counts.tolist(), limits.num_nodes, strict=True):
             _check_count(count, most, drafter)
-        if not all(limits.may_sample[row] for row in np.flatnonzero(self.is_sampled).tolist()):
-            raise ValueError(f"{name} sampled a tree at temperature 0: it may at temperatures above 0 only")
         flags = (self.is_chain, self.is_sampled, self.has_scores)
         if self.start_loc.dtype != np.int64 or any(each.dtype != np.bool_ or len(each) != self.num_rows for each in flags):
             raise ValueError(f"{name} gave start_loc or flags of another dtype or length: they must be int64 and bool, one per row")
@@ -316,6 +314,8 @@ class DraftTrees:
                     f"[{num_nodes}] and {dtype} on {device}, contiguous"
                 )
         if self.is_sampled.any():
+            if not all(limits.may_sample[row] for row in np.flatnonzero(self.is_sampled).tolist()):
+                raise ValueError(f"{name} sampled a tree at temperature 0: it may at temperatures above 0 only")
             probs, rows = self.draft_probs, self.draft_rows
             num_entries = num_nodes + self.num_rows
             if not (
