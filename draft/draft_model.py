@@ -136,7 +136,8 @@ class DraftModelDrafter:
 
     def _budget(self, request: Request, budget: int) -> int:
         """Return the draft budget of a request, lowered to what the draft's own context length leaves."""
-        return max(0, min(budget, self.max_len - request.num_tokens))
+        num_left = self.max_len - request.num_tokens
+        return budget if budget <= num_left else max(0, num_left)
 
     def _feeds(self, plan: StepPlan) -> list[Feed]:
         """Return the feeds of a step: the committed tokens that the draft lacks, first come, first served."""

@@ -39,6 +39,7 @@ def note_verification(
     all_parents, all_depths, all_scores = (
         column.tolist() for column in (trees.nodes.parents, trees.nodes.depths, trees.nodes.scores)
     )
+    has_scores = trees.has_scores.tolist()
     first_scores = [nan] * len(plan.requests) if growth is None else growth.first_scores.tolist()
     for i, (request, path) in enumerate(zip(plan.requests, acceptance.paths, strict=True)):
         first, end, history = starts[i], starts[i + 1], request.draft_history
@@ -57,7 +58,7 @@ def note_verification(
         if i in acceptance.matches:
             history.note_match(*acceptance.matches[i])
             _note_children(history, parents, path)
-        scores = all_scores[first:end] if trees.has_scores[i] else None
+        scores = all_scores[first:end] if has_scores[i] else None
         if counts or scores is not None:
             _note_first_children(request, parents, scores, path, counts, is_sure)
 

@@ -15,10 +15,11 @@ def append_tokens(request: Request, token_ids: Sequence[int]) -> int:
     Returns:
         How many tokens were appended.
     """
-    num_left, num_until_stop = request.num_remaining_tokens, request.params.min_tokens - request.num_output_tokens
+    num_left = request.num_remaining_tokens
     if request.detokenizer is None and request.stop_token_ids.isdisjoint(token_ids) and len(token_ids) < num_left:
         request.token_ids += token_ids  # none of them can end it
         return len(token_ids)
+    num_until_stop = request.params.min_tokens - request.num_output_tokens
     for count, token_id in enumerate(token_ids, start=1):
         request.token_ids.append(token_id)
         num_old_characters = 0
