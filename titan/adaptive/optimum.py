@@ -12,7 +12,7 @@ from titan.adaptive.costs import Costs
 from titan.adaptive.load import Candidate, Load
 from titan.core.limits import MAX_NODES
 
-MARGIN = 0.02
+MARGIN = 0.015
 """Share by which drafting must be expected to gain."""
 
 GRID_SIZES, GRID_DEPTHS = 16, 8
