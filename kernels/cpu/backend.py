@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from titan.core.kv_tensor import KVTensor
+from titan.kernels.cpu.cache import HostCache
 from titan.kernels.cpu.compiled import COMPILED_DTYPES, CompiledKernels
 from titan.kernels.cpu.layers import CompiledOps
 from titan.kernels.cpu.runner import OP_TRAITS, make_compiled_runner
@@ -37,6 +38,7 @@ class CpuBackend(TorchBackend):
         sampling = CompiledSampling(kernels)
         self._kernels = kernels
         self.sampling, self.trees = sampling, CompiledTrees(kernels, sampling, self.upload)
+        self.cache = HostCache(self.upload)
 
     def active(self) -> AbstractContextManager[None]:
         # else little is left to PyTorch, and its threads would take cores from the kernels' own

@@ -28,7 +28,7 @@ class TorchCache:
         self._upload = upload
 
     def move_paths(self, kv: KVTensor, moves: Sequence[PathMove]) -> None:
-        old_blocks, old, new_blocks, new = self._upload(_path_places(moves, kv.block_size))
+        old_blocks, old, new_blocks, new = self._upload(path_places(moves, kv.block_size))
         for blocks, group in zip(kv.groups, kv.layout.groups, strict=True):
             for plane in kv_planes(blocks, group.head_dim) if kv.layout.is_quantised else (blocks,):
                 plane[:, new_blocks, :, :, new] = plane[:, old_blocks, :, :, old]
@@ -93,10 +93,13 @@ def runs(sources: Ints, targets: Ints) -> Iterator[tuple[slice, slice]]:
         yield slice(sources[start], sources[start] + end - start), slice(targets[start], targets[start] + end - start)
 
 
-def _path_places(moves: Sequence[PathMove], block_size: int) -> list[Ints]:
-    """Return the blocks that hold the nodes of paths, and the places in them, then those that they move to: int64 [n] each."""
-    olds = [(move.block_ids, move.first_slot + node) for move in moves for node in move.path]
-    news = [(move.block_ids, move.first_slot + i) for move in moves for i in range(len(move.path))]
+def path_places(moves: Sequence[PathMove], block_size: int) -> list[Ints]:
+    """Return the blocks that hold the nodes of paths, and the places in them, then those that they move to: int64 [n] each.
+
+    Nodes that are there already are left out.
+    """
+    olds = [(move.block_ids, move.first_slot + node) for move in moves for i, node in enumerate(move.path) if node != i]
+    news = [(move.block_ids, move.first_slot + i) for move in moves for i, node in enumerate(move.path) if node != i]
     columns = list[list[int]]()
     for slots in (olds, news):
         columns += [block_ids[slot // block_size] for block_ids, slot in slots], [slot % block_size for _, slot in slots]
