@@ -16,6 +16,7 @@ from titan.adaptive.controller import IDLE_FADE, LEARNED_TOGETHER, Controller
 from titan.adaptive.costs import Costs
 from titan.adaptive.load import Candidate, Load, Outcome
 from titan.adaptive.optimum import DEBT_STEPS, Prices, best
+from titan.adaptive.pass_cost import PassCost
 from titan.adaptive.probes import LEAST_REVIEWED, PROBE_SHARE, Probes
 from titan.adaptive.standing import DWELL
 from titan.adaptive.value import PastRequests, Yield, estimate
@@ -260,6 +261,14 @@ def test_a_node_costs_what_it_does_on_this_side_of_a_step(acceptance: float, num
     assert found.node_seconds < 1e-4
 
 
+@pytest.mark.parametrize(("n", "most"), [(1, 40), (2, 30), (8, 20)])
+def test_plans_may_be_as_deep_as_the_cap(n: int, most: int) -> None:
+    """Of a drafter without passes that is nearly always right, where the target's further rows cost next to nothing."""
+    costs = Costs(PassCost([1, 512], [1.0, 1.001]), None)
+    candidates = [Candidate(AcceptanceCounts(), most, 1, 256, True)] * n
+    assert best([0.97] * n, Prices(Load(candidates, n, 0), costs)).num_nodes == [most] * n
+
+
 def test_at_a_bend_a_node_costs_something_between_both_sides() -> None:
     """Of the target's curve, which is twice as steep from 16 rows on: four requests with three nodes each."""
     costs = controller_of(BIG16).costs
@@ -364,13 +373,25 @@ def test_drafts_that_did_not_come_are_not_repeated() -> None:
     assert not controller.repeats()
 
 
-@pytest.mark.parametrize(("share", "lengths"), [(1.0, [1] * 5), (0.2 * LEARNED_TOGETHER, [5])])
-def test_short_steps_that_repeat_a_decision_are_learned_from_together(share: float, lengths: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "has_drafted", "lengths"),
+    [
+        ([1.0] * 5, True, [1] * 5),
+        ([0.15 * LEARNED_TOGETHER] * 5, True, [5]),
+        ([0.15 * LEARNED_TOGETHER] * 5, False, [1, 4]),
+        ([0.15 * LEARNED_TOGETHER] * 2 + [9.0] + [0.15 * LEARNED_TOGETHER] * 2, True, [2, 1, 2]),
+    ],
+    ids=["long", "short", "first of all", "one is held up"],
+)
+def test_short_steps_that_repeat_a_decision_are_learned_from_together(
+    seconds: list[float], has_drafted: bool, lengths: list[int]
+) -> None:
     controller, load, outcome = drafting_controller()
-    controller.observe(outcome._replace(seconds=share))
-    for _ in range(4):
-        assert controller.repeats()
-        controller.observe(outcome._replace(seconds=share))
+    if has_drafted:
+        controller.costs.host.note(4, 4, 1.0)
+    for i, each in enumerate(seconds):
+        assert not i or controller.repeats()
+        controller.observe(outcome._replace(seconds=each))
     note = Mock(wraps=controller.costs.note_drafting)
     controller.costs.note_drafting = note  # type: ignore[method-assign]
     controller.rest(5, 5, 1)

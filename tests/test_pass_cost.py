@@ -56,7 +56,7 @@ def test_means_of_passes_teach_as_much_as_the_passes() -> None:
     one_by_one, by_means = cost(), cost()
     for seconds in (2.0, 3.0):
         for _ in range(100):
-            by_means.note(8, 0, seconds, num_passes=4)
+            by_means.note(8, 0, seconds, num_steps=4)
             for _ in range(4):
                 one_by_one.note(8, 0, seconds)
         for each in (one_by_one, by_means):
@@ -109,9 +109,20 @@ def test_first_steps_of_their_kind_teach_little(num_steps: int, most: float) -> 
         assert most - 0.1 < ratio < most + 0.02
 
 
-def test_steps_that_were_decided_on_together_teach_their_means() -> None:
-    """As one step of as many rows and as much time; passes of the draft count one by one."""
-    alike, different = Costs(cost(), cost()), Costs(cost(), cost())
+def test_cold_steps_teach_little_among_others() -> None:
+    """Of five steps that are learned from together, four are the first of their kind."""
+    costs = Costs(cost(), cost())
+    for _ in range(20):
+        costs.note_rest(load(4), 4, Outcome([], 0, 0, 0, 1.9, 0.0, 1.4))
+    costs.note_drafting(load(4), [Outcome([1] * 4, 2, 1, 4, 1.25 * 3.9, 1.25 * 1.4, 1.25 * 2.0)] * (COLD_STEPS + 1), [1] * 4)
+    assert costs.draft is not None and costs.draft.predict(4, 0) < 1.02 * 1.4
+    assert costs.target.predict(8, 0, True) < 1.02 * 2.0
+
+
+@pytest.mark.parametrize("is_timed", [True, False])
+def test_steps_that_were_decided_on_together_teach_their_means(is_timed: bool) -> None:
+    """As steps of as many rows and as much time, cold ones if any is; passes of the draft count one by one."""
+    alike, different = Costs(cost(), cost(), is_timed=is_timed), Costs(cost(), cost(), is_timed=is_timed)
     outcomes = [Outcome([2] * 4, 5, 2, 8, 6.0, 3.0, 2.5, 0.1), Outcome([4] * 4, 7, 4, 16, 10.0, 5.0, 3.5, 0.3)]
     mean = Outcome([3] * 4, 6, 3, 12, 8.0, 4.0, 3.0, 0.2)
     for _ in range(3):

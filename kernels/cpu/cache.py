@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from titan.core.arrays import Ints
-from titan.core.kv_tensor import KVTensor, kv_planes
+from titan.core.kv_tensor import KVTensor
 from titan.kernels.interfaces import PathMove
-from titan.kernels.torch.cache import TorchCache, path_places
+from titan.kernels.torch.cache import TorchCache, path_places, planes
 
 
 class HostCache(TorchCache):
@@ -20,10 +20,8 @@ class HostCache(TorchCache):
 
     def move_paths(self, kv: KVTensor, moves: Sequence[PathMove]) -> None:
         old_blocks, old, new_blocks, new = path_places(moves, kv.block_size)
-        for blocks, group in zip(kv.groups, kv.layout.groups, strict=True):
-            for plane in kv_planes(blocks, group.head_dim) if kv.layout.is_quantised else (blocks,):
-                numbers = _numbers(plane)
-                numbers[:, new_blocks, :, :, new] = numbers[:, old_blocks, :, :, old]
+        for numbers in map(_numbers, planes(kv)):
+            numbers[:, new_blocks, :, :, new] = numbers[:, old_blocks, :, :, old]
 
     def clear_blocks(self, kv: KVTensor, block_ids: Ints) -> None:
         for group in kv.groups:

@@ -29,9 +29,8 @@ class TorchCache:
 
     def move_paths(self, kv: KVTensor, moves: Sequence[PathMove]) -> None:
         old_blocks, old, new_blocks, new = self._upload(path_places(moves, kv.block_size))
-        for blocks, group in zip(kv.groups, kv.layout.groups, strict=True):
-            for plane in kv_planes(blocks, group.head_dim) if kv.layout.is_quantised else (blocks,):
-                plane[:, new_blocks, :, :, new] = plane[:, old_blocks, :, :, old]
+        for plane in planes(kv):
+            plane[:, new_blocks, :, :, new] = plane[:, old_blocks, :, :, old]
 
     def copy_blocks(self, kv: KVTensor, sources: Ints, targets: Ints) -> None:
         source_ids, target_ids = self._upload([sources, targets])
@@ -91,6 +90,12 @@ def runs(sources: Ints, targets: Ints) -> Iterator[tuple[slice, slice]]:
     ends = np.flatnonzero((np.diff(sources) != 1) | (np.diff(targets) != 1)) + 1
     for start, end in pairwise([0, *ends.tolist(), len(sources)]):
         yield slice(sources[start], sources[start] + end - start), slice(targets[start], targets[start] + end - start)
+
+
+def planes(kv: KVTensor) -> Iterator[Tensor]:
+    """Yield views [num_layers, num_blocks, num_planes, num_kv_heads, block_size, ...] of all that a cache keeps."""
+    for blocks, group in zip(kv.groups, kv.layout.groups, strict=True):
+        yield from kv_planes(blocks, group.head_dim) if kv.layout.is_quantised else (blocks,)
 
 
 def path_places(moves: Sequence[PathMove], block_size: int) -> list[Ints]:

@@ -57,7 +57,7 @@ def upload_inputs(batch: RaggedBatch, device: torch.device, max_short_query: int
 
 
 class PackedInputs(NamedTuple):
-    """What is uploaded of a batch: few tensors, as each takes the host time; their rows are aligned like arrays of their own."""
+    """What is uploaded of a batch: few tensors, as each takes the host time. Rows of the first and third are aligned."""
 
     of_tokens: Tensor  # int64 [4, T or more]: token ids, ancestor bits, positions, slot mapping
     visible_lens: Tensor  # int32 [T]

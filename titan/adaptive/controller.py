@@ -57,8 +57,8 @@ LEAST_MORE, MOST_LONGER = 0.01, 4.0
 """Share by which drafting must be expected to lengthen a step for its yield to be noted; and how many times as much, or as little,
 it may then have been."""
 
-LEARNED_TOGETHER = 0.005
-"""Seconds from which on steps that repeat a decision are learned from: short ones together, since that takes time, too."""
+LEARNED_TOGETHER = 0.007
+"""Seconds up to which steps that repeat a decision are learned from together, since that takes time, too."""
 
 MAX_FEED = 2.0
 """Plain steps in whose time the draft may be fed in one step."""
@@ -291,10 +291,14 @@ class Controller:
         together = list[Outcome]()
         for (load, decision, outcome), following in zip_longest(self._unlearned, self._unlearned[1:]):
             together.append(outcome)
-            if following is None or following[1] is not decision or sum(each.seconds for each in together) > LEARNED_TOGETHER:
+            if following is None or following[1] is not decision or not self._may_learn_together([*together, following[2]]):
                 self._learn_from(load, decision, together)
                 together = []
         self._unlearned.clear()
+
+    def _may_learn_together(self, outcomes: Sequence[Outcome]) -> bool:
+        """Whether these steps are short; the first drafts of all stand alone, and so does a step that was held up."""
+        return self.costs.host.has_drafted and sum([each.seconds for each in outcomes]) <= LEARNED_TOGETHER
 
     def _learn_from(self, load: Load, decision: Decision, outcomes: Sequence[Outcome]) -> None:
         n = len(load.candidates)

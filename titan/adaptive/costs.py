@@ -85,17 +85,17 @@ class Costs:
         target_seconds = sum([each.target_seconds for each in outcomes]) / num_steps
         self._note_host(n, num_drafting, sum([each.host_seconds + each.deciding_seconds for each in outcomes]) / num_steps, is_cold)
         if not self._is_timed:
-            self._note_together(rows, context, max(num_nodes), (num_drafting, of_draft), target_seconds)
+            self._note_together(rows, context, max(num_nodes), (num_drafting, of_draft), target_seconds, num_steps)
             return
         if load.num_rows != n:  # what prompts take says little of what decodes do
             return
-        _note_pass(self.target, (rows, context), target_seconds, is_cold, is_alternating=True, num_passes=num_steps)
+        _note_pass(self.target, (rows, context), target_seconds, is_cold, is_alternating=True, num_steps=num_steps)
         is_caught_up = all(each.is_fed for count, each in zip(num_nodes, load.candidates, strict=True) if count)
         num_passes = sum([each.num_draft_passes for each in outcomes])
         if self.draft is not None and num_passes and is_caught_up:
             per_pass = max(1.0, sum([each.num_draft_rows for each in outcomes]) / num_passes)
             seconds = sum([each.draft_seconds for each in outcomes]) / num_passes
-            _note_pass(self.draft, (per_pass, of_draft), seconds, is_cold, num_passes=num_steps)
+            _note_pass(self.draft, (per_pass, of_draft), seconds, is_cold, num_steps=num_steps)
 
     def note_review(self, load: Load, num_reviewed: int, outcome: Outcome) -> None:
         """Learn from a step with a review: its pass takes no less than one of growth, and may show that these are cheaper.
@@ -112,10 +112,10 @@ class Costs:
             self.draft.note(rows, context, outcome.review_seconds)
 
     def _count_steps(self, num_steps: int, *, is_drafting: bool) -> bool:
-        """Count steps, and return whether the last of them is among the first of its kind."""
-        self._num_alike = (self._num_alike if is_drafting == self._was_drafting else 0) + num_steps
-        self._was_drafting = is_drafting
-        return self._num_alike <= COLD_STEPS
+        """Count steps, and return whether any of them is among the first of its kind."""
+        num_before = self._num_alike if is_drafting == self._was_drafting else 0
+        self._num_alike, self._was_drafting = num_before + num_steps, is_drafting
+        return num_before < COLD_STEPS
 
     def _note_host(self, num_requests: int, num_drafting: int, seconds: float, is_cold: bool) -> None:
         expected = self.host.predict(num_requests, num_drafting)
@@ -125,23 +125,25 @@ class Costs:
             seconds = _warm(seconds, expected)
         self.host.note(num_requests, num_drafting, seconds)
 
-    def _note_together(self, rows: float, context: int, passes: int, size: tuple[int, float], seconds: float) -> None:
+    def _note_together(
+        self, rows: float, context: int, passes: int, size: tuple[int, float], seconds: float, num_steps: int
+    ) -> None:
         """Note passes of target and draft, whose time together is known: each as the same multiple of what was expected."""
         target = self.target.predict(rows, context, True)
         draft = 0.0 if self.draft is None else self.draft.predict(*size)
         ratio = seconds / (target + passes * draft)
-        self.target.note(rows, context, ratio * target, True)
+        self.target.note(rows, context, ratio * target, True, num_steps)
         if self.draft is not None:
-            self.draft.note(*size, ratio * draft)
+            self.draft.note(*size, ratio * draft, num_steps=num_steps)
 
 
 def _note_pass(
-    cost: PassCost, size: tuple[float, float], seconds: float, is_cold: bool, *, is_alternating: bool = False, num_passes: int = 1
+    cost: PassCost, size: tuple[float, float], seconds: float, is_cold: bool, *, is_alternating: bool = False, num_steps: int = 1
 ) -> float:
     """Add a pass of these rows and tokens of context; see `PassCost.note`."""
     if is_cold:
         seconds = _warm(seconds, cost.predict(*size, is_alternating))
-    return cost.note(*size, seconds, is_alternating, num_passes)
+    return cost.note(*size, seconds, is_alternating, num_steps)
 
 
 def _warm(seconds: float, expected: float) -> float:

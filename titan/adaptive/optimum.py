@@ -34,7 +34,7 @@ class Optimum:
     off_rate: float
     on_rate: float = 0.0  # of the best setting that drafts
     seconds: float = 0.0  # of a step with that setting
-    node_seconds: float = 0.0  # of a node in the target's pass: of one more or, at a step of the curve, of one of the last
+    node_seconds: float = 0.0  # of a node in the target's pass, near their number; at a step of the curve, before it
     row_seconds: float = 0.0  # of one more row in a pass of the draft
     pass_seconds: float = 0.0  # of a pass of the draft, without its rows
     slack: int = MAX_NODES  # nodes up to the next step of the curve, where one more costs more than any that is drafted is worth
@@ -117,7 +117,7 @@ def best(acceptance: Sequence[float], prices: Prices, yield_factor: float = 1.0,
         rows = list(accumulate([prices.first_rows[i] if depth == 1 else 1.0 for _, depth, i in reached]))
         best_rate, best_size, best_seconds = 0.0, 0, 0.0
         fewest = 1 + [depth for _, depth, _ in reached].index(num_passes)  # with fewer, the last pass is for nothing
-        for size in sizes[bisect_left(sizes, fewest) : bisect_right(sizes, len(reached))]:
+        for size in sizes[bisect_left(sizes, fewest) : bisect_right(sizes, len(reached))] or [len(reached)]:
             seconds = prices.step(num_drafting[size - 1], num_passes, rows[size - 1], size)
             rate = (prices.total_weight + yield_factor * gains[size - 1]) / seconds
             if rate > best_rate:

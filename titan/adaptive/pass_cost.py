@@ -97,7 +97,7 @@ class PassCost:
         self._pace.value += FOLLOWED * change
 
     def note(
-        self, num_rows: float, num_context_tokens: float, seconds: float, is_alternating: bool = False, num_passes: int = 1
+        self, num_rows: float, num_context_tokens: float, seconds: float, is_alternating: bool = False, num_steps: int = 1
     ) -> float:
         """Add the time of a pass.
 
@@ -106,7 +106,7 @@ class PassCost:
             num_context_tokens: tokens before them, of all requests.
             seconds: that it took.
             is_alternating: whether another model runs between such passes.
-            num_passes: whose means all these are: what they say may have changed as much as in so many.
+            num_steps: whose mean pass it is: what it says may have changed as much as in so many.
 
         Returns:
             By how much the logarithm of the pace has changed.
@@ -114,7 +114,7 @@ class PassCost:
         octave = round(log2(num_rows))
         shape = self._shapes[octave]
         shape.value, shape.seen_at = self._shape(octave), self._num_seen
-        self._num_seen += num_passes
+        self._num_seen += num_steps
         expected = self._curve(num_rows) + self.seconds_per_context_token * num_context_tokens
         company = self._company[is_alternating]
         surprise = log(seconds / expected) - shape.value - company.value - self._pace.value
@@ -124,10 +124,10 @@ class PassCost:
         self._deviation = max(DEVIATION, self._deviation + DEVIATION_RATE * (abs(surprise) - self._deviation))
         self._trend += TREND_RATE * (surprise - self._trend)
         trend = TREND_DRIFT * self._trend**2
-        shape.learn(surprise, total, num_passes * (SHAPE_DRIFT + trend / 4))
-        company.learn(surprise, total, num_passes * SHAPE_DRIFT)
+        shape.learn(surprise, total, num_steps * (SHAPE_DRIFT + trend / 4))
+        company.learn(surprise, total, num_steps * SHAPE_DRIFT)
         before = self._pace.value
-        self._pace.learn(surprise, total, num_passes * (PACE_DRIFT + trend))
+        self._pace.learn(surprise, total, num_steps * (PACE_DRIFT + trend))
         return self._pace.value - before
 
     def _shape(self, octave: int) -> float:

@@ -12,7 +12,7 @@ def control_groups() -> list[Path]:
     """Return the folders of this process's control group and of those around it, some of which may have no file of a limit."""
     try:
         own = next(line for line in OWN_GROUP.read_text(encoding="ascii").splitlines() if line.startswith("0::/"))
-    except (OSError, StopIteration):  # another system, or version 1
+    except (OSError, ValueError, StopIteration):  # another system, or version 1
         return []
     path = CGROUPS / own.removeprefix("0::/")
     return [path, *(group for group in path.parents if group.is_relative_to(CGROUPS))]

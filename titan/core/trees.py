@@ -372,10 +372,10 @@ def _check_count(num_nodes: int, most: int, drafter: str) -> None:
 
 
 def _check_tree(
-    tree: DraftTree, num_nodes: int, may_sample: bool, num_slots: int, drafter: str, vocab_size: int, device: torch.device
+    tree: DraftTree, most: int, may_sample: bool, num_slots: int, drafter: str, vocab_size: int, device: torch.device
 ) -> None:
     """Check the tree of a row, given its entries of `TreeLimits`."""
-    _check_count(tree.num_nodes, num_nodes, drafter)
+    _check_count(tree.num_nodes, most, drafter)
     token_ids = tree.token_ids
     if tree.num_nodes and not 0 <= token_ids.min() <= token_ids.max() < vocab_size:
         raise ValueError(f"the drafter {drafter!r} proposed token ids {token_ids.tolist()}: allowed are 0 to {vocab_size - 1}")
