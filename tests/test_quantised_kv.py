@@ -18,7 +18,6 @@ from titan.core import trees as a_text
 from titan.core.kv_tensor import KVGroup, KVLayout
 from titan.core.options import MemoryOptions
 from titan.kernels.interfaces import PathMove
-from titan.kernels.torch.cache import TorchCache
 from titan.memory.sizing import num_kv_blocks
 
 PROMPTS = random_prompts(6, seed=8, max_len=24)
@@ -35,10 +34,9 @@ def test_drafts_prefix_hits_moves_and_preemptions_change_no_token(
     zoo: Zoo, name: str, tree: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_interpreted = name == "triton"
-    moves = list[PathMove]()
-    move_paths = TorchCache.move_paths
-    monkeypatch.setattr(TorchCache, "move_paths", lambda self, kv, each: (moves.extend(each), move_paths(self, kv, each)))
-    path, backend = zoo.path("llama"), make_back_end(name)
+    path, backend, moves = zoo.path("llama"), make_back_end(name), list[PathMove]()
+    move_paths = backend.cache.move_paths
+    monkeypatch.setattr(backend.cache, "move_paths", lambda kv, each: (moves.extend(each), move_paths(kv, each)))
     prompts = [PROMPTS[1][:5]] if is_interpreted else PROMPTS
     params = [SamplingParams(temperature=0.0, max_tokens=2 if is_interpreted else 20, ignore_eos=True)] * len(prompts)
     plain = make_engine(path, backend=backend, kv_cache_dtype="int8", **AMPLE)
