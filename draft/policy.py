@@ -6,11 +6,10 @@ Everything here depends only on the request, its options and its own history, ne
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import numpy as np
 
-from titan.core.growth import BeamSpec, GrowthSpec, ShapeSpec, Worth, main_path_order, shape_plan
+from titan.core.growth import BeamSpec, GrowthSpec, ShapeSpec, Worth, chain_spec, main_path_order, shape_plan
 from titan.core.limits import MAX_NODES
 from titan.core.request import Request
 from titan.core.trees import Parents, chain_parents
@@ -92,7 +91,7 @@ class DraftPolicy:
         if self.fixed_shape is not None:
             return ShapeSpec(shape_plan(self.fixed_shape[:budget].tobytes()))
         if self._is_chain(budget) and not self._stops_early:
-            return _chain(budget)
+            return chain_spec(budget)
         if not self._is_narrow(budget) and (wide := self._beam(request, budget, worth)).num_slots <= num_slots:
             return wide
         depth = min(budget, _worthwhile_depth(request)) if worth is None else budget
@@ -102,9 +101,9 @@ class DraftPolicy:
     def largest_specs(self) -> list[GrowthSpec]:
         """Return the trees along one chain, the largest of each kind, that `spec` may return for a greedy request."""
         if self.fixed_shape is not None:
-            return [_chain(int(np.cumprod(self.fixed_shape == np.arange(-1, len(self.fixed_shape) - 1)).sum()))]
+            return [chain_spec(int(np.cumprod(self.fixed_shape == np.arange(-1, len(self.fixed_shape) - 1)).sum()))]
         most = self.max_draft_tokens
-        specs: list[GrowthSpec] = [_chain(max(filter(self._is_chain, range(1, most + 1))))]
+        specs: list[GrowthSpec] = [chain_spec(max(filter(self._is_chain, range(1, most + 1))))]
         if not self._is_chain(most):  # a wide beam becomes narrow where slots are short
             specs.append(BeamSpec(most, most, 1, CHAIN_CHILDREN, GREEDY_TEMPERATURE))
         return specs
@@ -139,11 +138,6 @@ class DraftPolicy:
             return chain_parents(budget)
         acceptance = tuple(round(max(rank.value, 0.01), 2) for rank in request.draft_history.rank_acceptance)
         return expected_shape(acceptance, budget, is_caterpillar=self._is_narrow(budget))
-
-
-@cache
-def _chain(num_nodes: int) -> ShapeSpec:
-    return ShapeSpec(shape_plan(chain_parents(num_nodes).tobytes()))
 
 
 def _worthwhile_depth(request: Request) -> int:

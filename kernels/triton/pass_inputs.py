@@ -18,7 +18,7 @@ from titan.core.batch import NodeQueries, RaggedBatch
 from titan.kernels.interfaces import PassInputs
 from titan.kernels.triton.attention_plan import DeviceLayout
 from titan.kernels.triton.cuda_graphs import PassSize
-from titan.kernels.triton.upload import ALIGNMENT, upload
+from titan.kernels.triton.upload import aligned, upload
 
 MAX_PACKED_BYTES_PER_TOKEN = 64
 MAX_PACKED_BYTES_PER_REQUEST = 16
@@ -103,7 +103,7 @@ def _packed_arrays(batch: RaggedBatch, size: PassSize) -> list[NDArray[Any]]:
     """Return the arrays of `PackedInputs`, padded to ``size``."""
     layout = batch.attention
     num_tokens = len(layout.positions)
-    of_tokens = np.zeros((4, _aligned(size.num_tokens, 8)), np.int64)
+    of_tokens = np.zeros((4, aligned(8 * size.num_tokens) // 8), np.int64)
     if batch.nodes is None or int(batch.nodes.start_loc[-1]) < num_tokens:  # else the device knows all tokens, as those of a draft
         of_tokens[0, :num_tokens], of_tokens[1, :num_tokens] = batch.token_ids, layout.ancestor_bits
     of_tokens[2, :num_tokens], of_tokens[3, :num_tokens] = layout.positions, batch.slot_mapping
@@ -111,16 +111,11 @@ def _packed_arrays(batch: RaggedBatch, size: PassSize) -> list[NDArray[Any]]:
     visible_lens = np.zeros(size.num_tokens, np.int32)
     visible_lens[:num_tokens] = layout.visible_lens
     num_requests = len(layout.seq_lens)
-    of_requests = np.zeros((3, _aligned(size.num_requests + 1, 4)), np.int32)
+    of_requests = np.zeros((3, aligned(4 * size.num_requests + 4) // 4), np.int32)
     of_requests[0, :num_requests], of_requests[0, num_requests:] = layout.query_start_loc[:-1], num_tokens
     of_requests[1, :num_requests], of_requests[2, :num_requests] = layout.seq_lens, layout.tree_starts
     arrays: list[NDArray[Any]] = [of_tokens, visible_lens, of_requests, layout.block_table.astype(np.int32)]
     return arrays if batch.nodes is None else [*arrays, np.array(batch.node_places())]
-
-
-def _aligned(count: int, itemsize: int) -> int:
-    """Return how many numbers it takes for the next row of an array to be aligned."""
-    return -(-count * itemsize // ALIGNMENT) * ALIGNMENT // itemsize
 
 
 def _inputs(

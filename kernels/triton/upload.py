@@ -36,7 +36,7 @@ def upload(arrays: Sequence[NDArray[Any]], device: torch.device, *, into: Tensor
     Returns:
         Tensors of the same dtypes and shapes, one after the other in memory.
     """
-    starts = [0, *accumulate(_aligned(array.nbytes) for array in arrays)]
+    starts = [0, *accumulate(aligned(array.nbytes) for array in arrays)]
     staging = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
     host = staging.numpy()
     for array, start in zip(arrays, starts, strict=False):
@@ -73,5 +73,6 @@ def download(tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
     return arrays
 
 
-def _aligned(num_bytes: int) -> int:
+def aligned(num_bytes: int) -> int:
+    """Return the next multiple of `ALIGNMENT`."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -11,8 +11,8 @@ import torch
 
 from titan.adaptive.pass_cost import PassCost
 from titan.core.batch import QueryRow, RaggedBatch, build_batch
-from titan.core.growth import Feed, ShapeSpec, shape_plan
-from titan.core.trees import DraftTrees, chain_parents
+from titan.core.growth import Feed, chain_spec
+from titan.core.trees import DraftTrees
 from titan.kernels.interfaces import Backend, Runner
 
 MAX_SECONDS = 2.0
@@ -29,9 +29,6 @@ CONTEXT_ROWS_EACH = 2
 
 CONTEXT_LEN = 512
 """Tokens before those of the passes that show what context costs."""
-
-ONE_NODE = ShapeSpec(shape_plan(chain_parents(1).tobytes()))
-"""A tree that takes one pass."""
 
 
 class Subject(NamedTuple):
@@ -134,7 +131,7 @@ class _Curve:
         counts = [num_rows // n + (i < num_rows % n) for i in range(n)]
         tables = self._block_tables(n, start + max(counts))
         if self._subject.is_grown:
-            feeds = [Feed(i, tables[i], start, [0] * count, ONE_NODE) for i, count in enumerate(counts)]
+            feeds = [Feed(i, tables[i], start, [0] * count, chain_spec(1)) for i, count in enumerate(counts)]
             growth = runner.grow(feeds, n, 1).growth
             assert growth is not None, "the host waits for passes"
             return growth.seconds

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from titan.core.arrays import Ints
 from titan.core.sampling_params import SamplingParams
-from titan.core.trees import Parents, topology
+from titan.core.trees import Parents, chain_parents, topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,3 +164,9 @@ def shape_plan(parents: bytes) -> ShapePlan:
         slots=np.where(shape.inner_rows[1:] >= 0, np.arange(len(parent_of), dtype=np.int32), np.int32(-1)),
         inner_rows=np.maximum(shape.inner_rows, 0),
     )
+
+
+@cache
+def chain_spec(num_nodes: int) -> ShapeSpec:
+    """Return the spec of a chain of the most likely tokens."""
+    return ShapeSpec(shape_plan(chain_parents(num_nodes).tobytes()))
