@@ -10,7 +10,9 @@
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
+#include <vector>
 
+#include "codes.h"
 #include "numbers.h"
 #include "team.h"
 #include "weight.h"
@@ -26,7 +28,7 @@ constexpr int kTileInputs = kPairInputs;     // inputs of a tile, in pairs
 constexpr int kAmxRows = 64;                 // rows that are multiplied with a piece of the weights in turn
 constexpr int kRowsTogether = 2 * kTileRows; // rows whose sums fit into the tiles
 constexpr int kAmxOutputs = 2 * kBlock;      // outputs whose sums fit, two blocks
-constexpr int64_t kPieceInputs = 192;        // inputs multiplied at a time: their weights stay in the L1 cache for further rows
+constexpr int64_t kPieceInputs = 96;         // inputs multiplied at a time: their weights stay in the L1 cache for further rows
 
 #ifdef TITAN_HAS_AMX
 
@@ -47,15 +49,70 @@ inline void configure_tiles(int64_t num_rows) {
   _tile_loadconfig(&config);
 }
 
+// Two blocks of outputs of a weight of pairs, as they are (16 bits) or in codes, of which the tiles of some inputs are decoded at a time.
+template <int Bits>
+class Strip {
+public:
+  static constexpr int64_t kTileLines = num_lines<uint8_t>(kTileInputs * kBlock * Bits / 8); // of a block
+
+  // `window` is how many inputs stay decoded, a multiple of kPieceInputs unless it is all of them.
+  Strip(const Weight& weight, int64_t index, int64_t window)
+      : depth_(depth_of(weight)), window_(window), lines_(static_cast<const Line*>(weight.data) + index * num_strip_lines()) {
+    if constexpr (kHasCodes) {
+      static thread_local std::vector<Line> room;
+      room.resize(num_lines<BFloat16>(window * kAmxOutputs));
+      decoded_ = reinterpret_cast<BFloat16*>(room.data());
+    }
+  }
+
+  int64_t num_block_lines() const { return kHeaderLines + depth_ / kTileInputs * kTileLines; }
+  int64_t num_strip_lines() const { return kAmxOutputs / kBlock * num_block_lines(); }
+
+  // Where an input's tile of the first block lies in memory; that of the second is a block behind.
+  const Line* lines(int64_t input) const { return lines_ + kHeaderLines + input / kTileInputs * kTileLines; }
+
+  // Where an input's tile of the first block is read; that of the second is `tile_stride` numbers behind.
+  const BFloat16* tile(int64_t input) const {
+    return kHasCodes ? decoded_ + input % window_ * kBlock : reinterpret_cast<const BFloat16*>(lines_) + input * kBlock;
+  }
+  int64_t tile_stride() const { return (kHasCodes ? window_ : depth_) * kBlock; }
+
+  // Decode an input's tiles; they follow one another.
+  void decode(int64_t input) {
+    if constexpr (kHasCodes) {
+      for (int block = 0; block < kAmxOutputs / kBlock; ++block) {
+        const Codes<Bits> codes(lines_, block, depth_);
+        BFloat16* result = decoded_ + block * tile_stride() + input % window_ * kBlock;
+        decode_units(codes, input, input + kTileInputs, result);
+        int64_t& rare = num_rare_[block];
+        for (; rare < codes.header().num_rare && codes.rare()[rare].input < input + kTileInputs; ++rare) {
+          const RareWeight& each = codes.rare()[rare];
+          result[(each.input - input) / 2 * 2 * kBlock + 2 * each.output + each.input % 2] = each.value;
+        }
+      }
+    }
+  }
+
+private:
+  static constexpr bool kHasCodes = Bits < 16;
+  static constexpr int64_t kHeaderLines = kHasCodes ? num_lines<CodeHeader>(1) : 0;
+  const int64_t depth_, window_;
+  const Line* const lines_;
+  BFloat16* decoded_ = nullptr;                 // [2, window / 2, kBlock, 2]
+  int64_t num_rare_[kAmxOutputs / kBlock] = {}; // rare weights of the tiles so far
+};
+
 // Add the products of inputs begin .. end - 1 to the sums of two blocks of outputs, [num_rows, kAmxOutputs]; input 0 starts them at
-// 0. With every tile of inputs, prefetch `lines_per_tile` of the lines of either block that are needed next.
-template <bool IsWide>
-void multiply_tiles(const BFloat16* weights, const BFloat16* x, int64_t depth, int64_t begin, int64_t end, float* sums,
+// 0. With every tile of inputs, prefetch `lines_per_tile` of the lines of either block that are needed next; the first rows decode the
+// tile behind it, too: while the units multiply, other parts of the processor are free.
+template <bool IsWide, int Bits>
+void multiply_tiles(Strip<Bits>& strip, bool is_first, const BFloat16* x, int64_t depth, int64_t begin, int64_t end, float* sums,
                     const Line* next, int64_t lines_per_tile) {
   constexpr int64_t kSumStride = kAmxOutputs * sizeof(float);
-  const int64_t x_stride = depth * sizeof(BFloat16), next_block = num_lines<BFloat16>(depth * kBlock);
+  const int64_t x_stride = depth * sizeof(BFloat16), next_block = strip.num_block_lines(), second_tile = strip.tile_stride();
   float* second_sums = sums + kTileRows * kAmxOutputs;
   if (begin == 0) {
+    if (is_first) strip.decode(0);
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -68,15 +125,16 @@ void multiply_tiles(const BFloat16* weights, const BFloat16* x, int64_t depth, i
       _tile_loadd(3, second_sums + kTileRows, kSumStride);
     }
   }
-  for (int64_t input = begin; input < end; input += kTileInputs) {
-    const BFloat16* tiles = weights + input * kBlock;
+  const BFloat16* tile = strip.tile(begin);
+  for (int64_t input = begin; input < end; input += kTileInputs, tile += kTileInputs * kBlock) {
     for (int64_t line = 0; line < lines_per_tile; ++line, ++next) {
-      __builtin_prefetch(next, 0, kToL2);
-      __builtin_prefetch(next + next_block, 0, kToL2);
+      __builtin_prefetch(next);
+      __builtin_prefetch(next + next_block);
     }
+    if (is_first && input + kTileInputs < depth) strip.decode(input + kTileInputs);
     _tile_loadd(4, x + input, x_stride);
-    _tile_loadd(6, tiles, sizeof(Line));
-    _tile_loadd(7, tiles + depth * kBlock, sizeof(Line));
+    _tile_loadd(6, tile, sizeof(Line));
+    _tile_loadd(7, tile + second_tile, sizeof(Line));
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
     if constexpr (IsWide) {
@@ -126,8 +184,8 @@ inline Lanes add_terms(const float* sums) {
   return total;
 }
 
-// Like `linear` of linear.h, for pairs.
-template <typename T>
+// Like `linear` of linear.h, for pairs in so many bits.
+template <int Bits, typename T>
 void multiply_by_tiles(Member& member, const Weight& weight, const T* x, int64_t num_rows, const T* residual, T* output, Line* room) {
   constexpr int kMostTogether = kRowsTogether / kTerms<T>, kMostGroups = (kAmxRows + kMostTogether - 1) / kMostTogether;
   const int64_t depth = depth_of(weight), row_size = kTerms<T> * depth;
@@ -142,23 +200,25 @@ void multiply_by_tiles(Member& member, const Weight& weight, const T* x, int64_t
   const int64_t num_groups = (num_rows + kMostTogether - 1) / kMostTogether, together = (num_rows + num_groups - 1) / num_groups;
   // the next piece of the weights is fetched while all groups multiply this one: memory latency and arithmetic overlap
   const int64_t set_size = std::min<int64_t>(num_groups, kMostGroups);
-  const int64_t lines_per_tile = (num_lines<BFloat16>(kTileInputs * kBlock) + set_size - 1) / set_size;
-  const auto multiply = together * kTerms<T> > kTileRows ? multiply_tiles<true> : multiply_tiles<false>;
+  const int64_t lines_per_tile = (Strip<Bits>::kTileLines + set_size - 1) / set_size;
+  // what is decoded stays in the L1 cache, unless it is needed once more
+  const int64_t window = set_size < num_groups ? depth : 2 * kPieceInputs;
+  const auto multiply = together * kTerms<T> > kTileRows ? multiply_tiles<true, Bits> : multiply_tiles<false, Bits>;
   configure_tiles(together * kTerms<T>);
   member.share((weight.num_outputs + kAmxOutputs - 1) / kAmxOutputs, num_rows * depth * kAmxOutputs, [&](int64_t index) {
     alignas(64) float sums[kMostGroups][kRowsTogether * kAmxOutputs];
-    const BFloat16* weights = static_cast<const BFloat16*>(weight.data) + index * kAmxOutputs * depth;
+    Strip<Bits> strip(weight, index, window);
     const int64_t first = index * kAmxOutputs, count = std::min<int64_t>(kAmxOutputs, weight.num_outputs - first);
     for (int64_t set = 0; set < num_groups; set += set_size) {
       const int64_t set_end = std::min(set + set_size, num_groups);
       for (int64_t begin = 0; begin < depth; begin += kPieceInputs) {
         const int64_t end = std::min(begin + kPieceInputs, depth);
-        const BFloat16* next_piece = weights + (end < depth ? end * kBlock : set_end < num_groups ? 0 : kAmxOutputs * depth);
+        const Line* next_piece = set == 0 && end < depth ? strip.lines(end) : strip.lines(set == 0 ? 0 : begin) + strip.num_strip_lines();
         for (int64_t group = set; group < set_end; ++group) {
           const int64_t start = std::min(group * together, num_rows - together), tiles = (end - begin) / kTileInputs;
-          const Line* next = reinterpret_cast<const Line*>(next_piece) + (group - set) * tiles * lines_per_tile;
+          const Line* next = next_piece + (group - set) * tiles * lines_per_tile;
           float* group_sums = sums[group - set];
-          multiply(weights, rows + start * row_size, depth, begin, end, group_sums, next, lines_per_tile);
+          multiply(strip, group == 0, rows + start * row_size, depth, begin, end, group_sums, next, lines_per_tile);
           if (end < depth) continue;
           for (int64_t row = group * together; row < start + together; ++row) {
             const int64_t place = row * weight.num_outputs + first;

@@ -4,9 +4,9 @@
 // The upper byte of a weight is its sign and most of its exponent: those of a block of weights have few values. Each block has a palette
 // of 16, and of each weight its lower byte, or the upper half of that, and the number of its upper one, 4 bits. Number 0 is the byte
 // 0; the others are the most frequent ones. A weight whose upper byte is not among them is rare: it is coded as 0.0, and its products
-// are added to the sums at the end. Splitting off the exponents, since they hold little, is from Zhang et al., "70% Size, 100%
-// Accuracy: Lossless LLM Compression for Efficient GPU Inference via Dynamic-Length Float (DFloat11)", 2025; codes of one length take a
-// few instructions to read.
+// are added to the sums at the end, or, for matrix units, it is put into its decoded tile. Splitting off the exponents, since they hold
+// little, is from Zhang et al., "70% Size, 100% Accuracy: Lossless LLM Compression for Efficient GPU Inference via Dynamic-Length Float
+// (DFloat11)", 2025; codes of one length take a few instructions to read.
 
 #pragma once
 
@@ -17,7 +17,7 @@
 #include "team.h"
 #include "weight.h"
 
-#if defined(__AVX512BW__) && !defined(__AMX_BF16__) // AVX2 has too few registers for decoding beside sums; tiles are read as they are
+#ifdef __AVX512BW__ // AVX2 has too few registers for decoding beside sums
 #define TITAN_HAS_CODES 1
 #endif
 
@@ -55,11 +55,12 @@ struct Codes {
   const CodeHeader& header() const { return *reinterpret_cast<const CodeHeader*>(start); }
   const uint8_t* units() const { return start + sizeof(CodeHeader); }
 
-  // Call `work` with each rare weight, in their order.
+  // Rare weights, those of earlier inputs first but for the order within a unit.
+  const RareWeight* rare() const { return reinterpret_cast<const RareWeight*>(start + header().rare_offset); }
+
   template <typename Work>
   void for_each_rare(const Work& work) const {
-    const RareWeight* rare = reinterpret_cast<const RareWeight*>(start + header().rare_offset);
-    for (int64_t i = 0; i < header().num_rare; ++i) work(rare[i]);
+    std::for_each_n(rare(), header().num_rare, work);
   }
 
   const uint8_t* start;
@@ -92,18 +93,49 @@ void unpack_codes(const Weight& weight, int64_t row, T* result) {
 
 #ifdef TITAN_HAS_CODES
 
+// Decode the weights of half a unit, two pairs of inputs; rare ones are 0.0. The block's palette is in every 16 bytes.
+template <int Bits>
+inline void decode_half(const uint8_t* unit, int half, __m512i palette, Words (&pairs)[2]) {
+  constexpr bool kIsShort = Codes<Bits>::kIsShort;
+  const Words numbers = load<Words>(unit) >> 4 * half & 0x0f0f0f0fu;
+  Words low = load<Words>(unit + (kIsShort ? 1 : 1 + half) * kPartBytes);
+  if constexpr (kIsShort) low = low << 4 * (1 - half) & 0xf0f0f0f0u;
+  const __m512i lower = reinterpret<__m512i>(low), upper = _mm512_shuffle_epi8(palette, reinterpret<__m512i>(numbers));
+  pairs[0] = reinterpret<Words>(_mm512_unpacklo_epi8(lower, upper));
+  pairs[1] = reinterpret<Words>(_mm512_unpackhi_epi8(lower, upper));
+}
+
+template <int Bits>
+inline __m512i palette_of(const Codes<Bits>& codes) {
+  return _mm512_broadcast_i32x4(load<__m128i>(codes.header().palette));
+}
+
+// Decode the weights of inputs begin .. end - 1 of a block to pairs [(end - begin) / 2, kBlock, 2]; rare ones are 0.0.
+template <int Bits>
+inline void decode_units(const Codes<Bits>& codes, int64_t begin, int64_t end, BFloat16* result) {
+  const __m512i palette = palette_of(codes);
+  for (int64_t input = begin; input < end; input += kUnitInputs) {
+    const uint8_t* unit = codes.units() + input / kUnitInputs * codes.kUnitBytes;
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      Words pairs[2];
+      decode_half<Bits>(unit, half, palette, pairs);
+      std::memcpy(result + (input - begin + 4 * half) * kBlock, pairs, sizeof pairs);
+    }
+  }
+}
+
 // As `multiply_blocks`, by blocks of a weight in codes, the first at `start`; rare weights are 0.0.
 template <int M, int B, int Bits, typename X>
 [[gnu::noinline]] void multiply_units(const X* x, int64_t stride, const uint8_t* start, int64_t depth, Lanes (&results)[B][M]) {
   constexpr int kUnitBytes = Codes<Bits>::kUnitBytes;
-  constexpr bool kIsShort = Codes<Bits>::kIsShort;
   const int64_t last = depth - kPrefetchBytes / kUnitBytes * kUnitInputs;
   const uint8_t* unit[B];
-  __m512i palette[B]; // in every 16 bytes
+  __m512i palette[B];
   for (int block = 0; block < B; ++block) {
     const Codes<Bits> codes(start, block, depth);
     unit[block] = codes.units();
-    palette[block] = _mm512_broadcast_i32x4(load<__m128i>(codes.header().palette));
+    palette[block] = palette_of(codes);
   }
   Lanes sums[B][1][M] = {};
   for (int64_t input = 0; input < depth; input += kUnitInputs) {
@@ -114,15 +146,12 @@ template <int M, int B, int Bits, typename X>
     for (int half = 0; half < 2; ++half)
 #pragma GCC unroll 3
       for (int block = 0; block < B; ++block) {
-        const Words numbers = load<Words>(unit[block]) >> 4 * half & 0x0f0f0f0fu;
-        Words low = load<Words>(unit[block] + (kIsShort ? 1 : 1 + half) * kPartBytes);
-        if constexpr (kIsShort) low = low << 4 * (1 - half) & 0xf0f0f0f0u;
-        const __m512i high = _mm512_shuffle_epi8(palette[block], reinterpret<__m512i>(numbers));
-        const __m512i lower = reinterpret<__m512i>(low);
-        const Words pairs[2][1] = {{reinterpret<Words>(_mm512_unpacklo_epi8(lower, high))}, {reinterpret<Words>(_mm512_unpackhi_epi8(lower, high))}};
+        Words pairs[2];
+        decode_half<Bits>(unit[block], half, palette[block], pairs);
 #pragma GCC unroll 2
         for (int pair = 0; pair < 2; ++pair) {
-          add_products<M, 1>(x + input + 4 * half + 2 * pair, stride, pairs[pair], sums[block]);
+          const Words source[1] = {pairs[pair]};
+          add_products<M, 1>(x + input + 4 * half + 2 * pair, stride, source, sums[block]);
           asm volatile("" : : : "memory"); // or GCC keeps numbers of x in registers for the next block, and sums out of them
         }
       }

@@ -85,7 +85,9 @@ void linear(Member& member, const Weight& weight, const T* x, int64_t num_rows, 
   if (num_rows == 0) return; // of a pass without logits
   const int64_t depth = depth_of(weight);
 #ifdef TITAN_HAS_AMX
-  if (weight.format == kPairs) return multiply_by_tiles(member, weight, x, num_rows, residual, output, room);
+  if (weight.format == kPairs) return multiply_by_tiles<16>(member, weight, x, num_rows, residual, output, room);
+  if (weight.format == kCodes) return multiply_by_tiles<12>(member, weight, x, num_rows, residual, output, room);
+  if (weight.format == kShortCodes) return multiply_by_tiles<8>(member, weight, x, num_rows, residual, output, room);
 #endif
   if constexpr (std::is_same_v<T, float>) {
     if (weight.format == kFloat32) return multiply_by_vectors<T, T, float>(member, weight, x, depth, num_rows, residual, output);

@@ -4,13 +4,13 @@ bfloat16 weights are packed as pairs of inputs, [outputs / 16, inputs / 2, 16, 2
 exactly: most models are published in bfloat16; run in float32, half of the bits read of each weight would be zeros. Other float32
 weights are packed as [outputs / 16, inputs, 16], in float16 if that holds them exactly.
 
-With AVX-512, but not with matrix units, pairs are kept in codes of 12 bits, without loss (``codes.h``): a pass of few rows takes
-as long as reading the weights does. Those whose mantissas end after 3 bits take 8 bits.
+With AVX-512, pairs are kept in codes of 12 bits, without loss (``codes.h``): a pass of few rows takes as long as reading the weights
+does. Those whose mantissas end after 3 bits take 8 bits.
 
 A packed weight is a tensor of integers, so that no operation of PyTorch takes it for numbers: int32 [out_features, inputs / 2] of
 pairs, uint8 [out_features, bytes of a block / 16] of codes, int8 of those of 8 bits, uint16 [out_features, inputs] of float16, or
-uint32 of float32. Its first rows are a weight, too. Its storage is padded to whole blocks; of pairs, to multiples of 32 outputs and
-inputs, tiles of the matrix units; of codes, to multiples of 32 inputs, and the rare weights stand behind the blocks.
+uint32 of float32. Its first rows are a weight, too. Its storage is padded to whole blocks; of pairs and codes, to multiples of 32
+outputs and inputs, tiles of the matrix units. The rare weights of codes stand behind the blocks.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def pack_weight(weight: Tensor, kernels: CompiledKernels) -> Tensor:
 
 def _make_codes(weight: Tensor, kernels: CompiledKernels) -> Tensor | None:
     """Return a weight in codes; ``None`` if too many of its numbers are rare."""
-    num_rows, depth, arguments = _round_up(len(weight), BLOCK), _round_up(weight.shape[1], PAIR_INPUTS), (POINTER, INT, INT, INT)
+    (num_rows, depth), arguments = (_round_up(size, PAIR_INPUTS) for size in weight.shape), (POINTER, INT, INT, INT)
     num_blocks = num_rows // BLOCK
     headers = torch.empty(num_blocks, HEADER_BYTES, dtype=torch.uint8)
     choose = kernels.function("choose_palettes", None, *arguments, POINTER)

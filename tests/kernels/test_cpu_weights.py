@@ -142,10 +142,10 @@ def test_the_smallest_format_that_holds_a_weight_is_its_own(kernels: CompiledKer
     assert pack_weight(weight, kernels).dtype == (torch.uint8 if kernels.reads_codes else torch.int32)
 
 
-def test_codes_are_for_avx512_without_matrix_units(kernels: CompiledKernels, request: pytest.FixtureRequest) -> None:
+def test_codes_are_for_avx512(kernels: CompiledKernels, request: pytest.FixtureRequest) -> None:
     kind = KINDS[request.node.callspec.params["kernels"]].name
     if kind != "native":
-        assert kernels.reads_codes == (kind in ("avx512bf16", "avx512"))
+        assert kernels.reads_codes == (kind in ("amx", "avx512bf16", "avx512"))
 
 
 @pytest.mark.parametrize("model", MODELS)

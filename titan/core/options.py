@@ -70,7 +70,7 @@ class ModelOptions:
         draft_dtype: as ``dtype``, of the draft model, and of each that `LLM.swap_draft` brings; ``None`` = that of the target.
             Drafters without a model have none.
         draft_weight_bits: 8 rounds the matrices of draft models to bfloat16 with 3 bits of mantissa, of which a CPU with AVX-512
-            and no AMX reads 8 bits each, where others take 12: what is proposed changes a little, and no output's distribution.
+            reads 8 bits each, where others take 12: what is proposed changes a little, and no output's distribution.
             For models of Titan's own decoder, on such a CPU. ``None`` = as they are.
     """
 
