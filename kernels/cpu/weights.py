@@ -4,8 +4,8 @@ bfloat16 weights are packed as pairs of inputs, [outputs / 16, inputs / 2, 16, 2
 exactly: most models are published in bfloat16; run in float32, half of the bits read of each weight would be zeros. Other float32
 weights are packed as [outputs / 16, inputs, 16], in float16 if that holds them exactly.
 
-With AVX-512, pairs are kept in codes of 12 bits, without loss (``codes.h``): a pass of few rows takes as long as reading the weights
-does. Those whose mantissas end after 3 bits take 8 bits.
+With AVX-512, pairs are kept in codes of 12 bits, without loss (``codes.h``): a pass of few rows takes as long as reading the
+weights does. Those whose mantissas end after 3 bits take 8 bits.
 
 A packed weight is a tensor of integers, so that no operation of PyTorch takes it for numbers: int32 [out_features, inputs / 2] of
 pairs, uint8 [out_features, bytes of a block / 16] of codes, int8 of those of 8 bits, uint16 [out_features, inputs] of float16, or
