@@ -29,6 +29,7 @@ constexpr int kAmxRows = 64;                 // rows that are multiplied with a 
 constexpr int kRowsTogether = 2 * kTileRows; // rows whose sums fit into the tiles
 constexpr int kAmxOutputs = 2 * kBlock;      // outputs whose sums fit, two blocks
 constexpr int64_t kPieceInputs = 96;         // inputs multiplied at a time: their weights stay in the L1 cache for further rows
+constexpr int64_t kLongPieceInputs = 192;    // of more than two groups of rows: each piece loads and stores their sums
 
 #ifdef TITAN_HAS_AMX
 
@@ -55,7 +56,7 @@ class Strip {
 public:
   static constexpr int64_t kTileLines = num_lines<uint8_t>(kTileInputs * kBlock * Bits / 8); // of a block
 
-  // `window` is how many inputs stay decoded, a multiple of kPieceInputs unless it is all of them.
+  // `window` is how many inputs stay decoded, a multiple of those of a piece unless it is all of them.
   Strip(const Weight& weight, int64_t index, int64_t window)
       : depth_(depth_of(weight)), window_(window), lines_(static_cast<const Line*>(weight.data) + index * num_strip_lines()) {
     if constexpr (kHasCodes) {
@@ -201,8 +202,9 @@ void multiply_by_tiles(Member& member, const Weight& weight, const T* x, int64_t
   // the next piece of the weights is fetched while all groups multiply this one: memory latency and arithmetic overlap
   const int64_t set_size = std::min<int64_t>(num_groups, kMostGroups);
   const int64_t lines_per_tile = (Strip<Bits>::kTileLines + set_size - 1) / set_size;
+  const int64_t piece = set_size > 2 ? kLongPieceInputs : kPieceInputs;
   // what is decoded stays in the L1 cache, unless it is needed once more
-  const int64_t window = set_size < num_groups ? depth : 2 * kPieceInputs;
+  const int64_t window = set_size < num_groups ? depth : 2 * piece;
   const auto multiply = together * kTerms<T> > kTileRows ? multiply_tiles<true, Bits> : multiply_tiles<false, Bits>;
   configure_tiles(together * kTerms<T>);
   member.share((weight.num_outputs + kAmxOutputs - 1) / kAmxOutputs, num_rows * depth * kAmxOutputs, [&](int64_t index) {
@@ -211,8 +213,8 @@ void multiply_by_tiles(Member& member, const Weight& weight, const T* x, int64_t
     const int64_t first = index * kAmxOutputs, count = std::min<int64_t>(kAmxOutputs, weight.num_outputs - first);
     for (int64_t set = 0; set < num_groups; set += set_size) {
       const int64_t set_end = std::min(set + set_size, num_groups);
-      for (int64_t begin = 0; begin < depth; begin += kPieceInputs) {
-        const int64_t end = std::min(begin + kPieceInputs, depth);
+      for (int64_t begin = 0; begin < depth; begin += piece) {
+        const int64_t end = std::min(begin + piece, depth);
         const Line* next_piece = set == 0 && end < depth ? strip.lines(end) : strip.lines(set == 0 ? 0 : begin) + strip.num_strip_lines();
         for (int64_t group = set; group < set_end; ++group) {
           const int64_t start = std::min(group * together, num_rows - together), tiles = (end - begin) / kTileInputs;
