@@ -29,6 +29,7 @@ constexpr int kAmxRows = 64;                 // rows that are multiplied with a 
 constexpr int kRowsTogether = 2 * kTileRows; // rows whose sums fit into the tiles
 constexpr int kAmxOutputs = 2 * kBlock;      // outputs whose sums fit, two blocks
 constexpr int64_t kPieceInputs = 96;         // inputs multiplied at a time: their weights stay in the L1 cache for further rows
+constexpr int64_t kCachedBytes = 1 << 20;    // of rows that stay in the L2 cache, of 2 MiB, beside the weights
 constexpr int64_t kLongPieceInputs = 192;    // of more than two groups of rows: each piece loads and stores their sums
 
 #ifdef TITAN_HAS_AMX
@@ -185,9 +186,17 @@ inline Lanes add_terms(const float* sums) {
   return total;
 }
 
-// Like `linear` of linear.h, for pairs in so many bits.
+// Number of rows that stay in the L2 cache while they are multiplied with all outputs: parts of equal size.
+template <typename T>
+int64_t cached_rows(int64_t num_rows, int64_t depth) {
+  const int64_t most = std::max<int64_t>(kCachedBytes / (depth * kTerms<T> * sizeof(BFloat16)) / kAmxRows, 1) * kAmxRows;
+  const int64_t num_parts = std::max<int64_t>((num_rows + most - 1) / most, 1);
+  return (num_rows + num_parts - 1) / num_parts;
+}
+
+// Like `multiply_by_tiles`, for rows that stay in the cache.
 template <int Bits, typename T>
-void multiply_by_tiles(Member& member, const Weight& weight, const T* x, int64_t num_rows, const T* residual, T* output, Line* room) {
+void multiply_cached_rows(Member& member, const Weight& weight, const T* x, int64_t num_rows, const T* residual, T* output, Line* room) {
   constexpr int kMostTogether = kRowsTogether / kTerms<T>, kMostGroups = (kAmxRows + kMostTogether - 1) / kMostTogether;
   const int64_t depth = depth_of(weight), row_size = kTerms<T> * depth;
   BFloat16* terms = reinterpret_cast<BFloat16*>(room);
@@ -234,6 +243,17 @@ void multiply_by_tiles(Member& member, const Weight& weight, const T* x, int64_t
     }
   });
   _tile_release();
+}
+
+// Like `linear` of linear.h, for pairs in so many bits.
+template <int Bits, typename T>
+void multiply_by_tiles(Member& member, const Weight& weight, const T* x, int64_t num_rows, const T* residual, T* output, Line* room) {
+  const int64_t most_rows = cached_rows<T>(num_rows, depth_of(weight));
+  for (int64_t first = 0; first < num_rows; first += most_rows) {
+    const int64_t place = first * weight.num_outputs;
+    multiply_cached_rows<Bits>(member, weight, x + first * weight.num_inputs, std::min(most_rows, num_rows - first),
+                               residual ? residual + place : nullptr, output + place, room);
+  }
 }
 
 #endif
