@@ -42,7 +42,7 @@ class Auditor:
         if length == 0:
             return
         expected = self._references[request.request_id, model][1][:, :, :, :length]
-        actual = by_slot(self.engine.kv.tensors[role])[:, :, :, slots_of(self.engine, request)[:length]]
+        actual = by_slot(self.engine.kv.tensors[role])[:, :, :, slots_of(self.engine, request)[:length]].cpu()
         error = (actual - expected).abs().amax((0, 1, 2, 4))
         wrong = (error > 2e-3).nonzero()[:, 0].tolist()
         assert not wrong, f"{role}'s KV of request {request.request_id} is wrong at {wrong} of {length} tokens"

@@ -7,11 +7,15 @@ from torch import Tensor
 
 from titan.core.sampling_rows import SamplingRows
 from titan.kernels.torch.sampling import TorchSampling
+from titan.kernels.triton.row_argmax import row_argmax
 from titan.kernels.triton.row_distribution import RowDistributions, normalized_probs, row_distributions
 
 
 class TritonSampling(TorchSampling):
-    """Computes distributions; the most likely tokens, and children without replacement, are those of PyTorch."""
+    """Computes distributions and the most likely token; several of them, and children without replacement, are PyTorch's."""
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        return row_argmax(logits)
 
     def probs(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         return normalized_probs(self.distributions(logits, rows))
