@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from titan.core.batch import prefix_sums
 from titan.core.checks import check_integer, check_number
 from titan.core.random import Purpose, philox_uniform
 from titan.core.request import Request
@@ -39,17 +40,22 @@ class ReplayDrafter:
         self.max_draft_tokens = max_draft_tokens
 
     def propose(self, plan: StepPlan) -> list[DraftTree]:
-        return [self._chain(request, budget) for request, budget in zip(plan.requests, plan.draft_budgets, strict=True)]
+        recorded = [self._recorded(request, budget) for request, budget in zip(plan.requests, plan.draft_budgets, strict=True)]
+        counts = [len(tokens) for tokens in recorded]
+        if not any(counts):
+            return [EMPTY_TREE] * len(recorded)
+        tokens, first = np.array([token for tokens in recorded for token in tokens], np.int64), prefix_sums(counts)
+        seeds = np.repeat(np.array([request.seed for request in plan.requests], np.uint64), counts)
+        lengths = np.array([request.num_tokens for request in plan.requests])
+        positions = np.repeat(lengths - first[:-1], counts) + np.arange(len(tokens))
+        uniform = philox_uniform(seeds, positions, Purpose.CORRUPT)
+        drafted = np.where(uniform < self.acceptance, tokens, (tokens + 1) % self.vocab_size)
+        return [DraftTree.chain(each) if len(each) else EMPTY_TREE for each in np.split(drafted, first[1:-1])]
 
     def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
         """Do nothing: the position in the recording is the request's number of output tokens."""
 
-    def _chain(self, request: Request, budget: int) -> DraftTree:
-        recording = self.recordings.get(tuple(request.prompt_token_ids), ())
+    def _recorded(self, request: Request, budget: int) -> Sequence[int]:
+        """Return the next tokens of the request's recording, as many as it may draft."""
         first = request.num_output_tokens
-        tokens = np.asarray(recording[first : first + budget], np.int64)
-        if len(tokens) == 0:
-            return EMPTY_TREE
-        positions = request.num_tokens + np.arange(len(tokens))
-        uniform = philox_uniform(np.full(len(tokens), request.seed, np.uint64), positions, Purpose.CORRUPT)
-        return DraftTree.chain(np.where(uniform < self.acceptance, tokens, (tokens + 1) % self.vocab_size))
+        return self.recordings.get(tuple(request.prompt_token_ids), ())[first : first + budget]

@@ -136,8 +136,11 @@ class AttentionGeometry:
 
     @property
     def padded_value_dim(self) -> int:
-        """Size of the tile dimension that holds a value."""
-        return padded_dim(self.num_values)
+        """Size of the tile dimension that holds a value: that of keys, or 64 and more, where values are narrower.
+
+        What Triton 3.6 compiles for products of a warp group with 16 columns reads beyond its tile.
+        """
+        return max(padded_dim(self.num_values), min(64, self.padded_key_dims[0]))
 
     def tiles(self, max_query_len: int | None, device: torch.device) -> TileConfig:
         """Return the tiles of queries up to this length; ``None``: of any."""

@@ -43,6 +43,8 @@ PARTS_PER_RUNNING_PROGRAM = 8
 """Most parts of split tiles per program that runs at a time: the tiles of up to four rounds of programs can be halved, so that the
 last round leaves less of the device idle. On 132 multiprocessors the parts of a launch take at most 66 MiB for values of 128
 numbers, and 132 MiB for larger ones."""
+SATURATING_PROGRAMS = 5 / 3
+"""Programs per multiprocessor whose loads take all of the memory's bandwidth."""
 MIN_CHUNK = 128
 """The shortest chunk that the planner chooses, in slots."""
 MAX_SLOTS = 3 * MIN_CHUNK * 2**14
@@ -53,8 +55,11 @@ MAX_WINDOW = 2**30
 
 NUM_CHUNKS = tl.constexpr(32)  # chunk lengths to choose from
 CHUNKS_AT_A_TIME = tl.constexpr(8)
-TILE_COST = tl.constexpr(96)  # cost of starting and ending a program, in slots: a guess until it is measured
-REFUSED = tl.constexpr(2**56)
+# what follows is in slots: the time that a program alone takes for one more; fitted to an H200, 20 ns for heads of 128
+PROGRAM_COST = tl.constexpr(400)  # of starting and ending a program
+MERGED_ROWS = tl.constexpr(16)  # rows of split tiles, of all heads, that are merged in the time of a slot
+SPLIT_COST = tl.constexpr(3)  # of a part to the merge that reads it
+REFUSED_COST = tl.constexpr(2**40)
 
 
 @triton.jit
@@ -89,29 +94,46 @@ def _chunk_of(index):
 
 
 @triton.jit
-def _choose_chunk(num_tiles, num_slots, num_running, max_parts, NUM_KV_HEADS: tl.constexpr):
+def _choose_chunk(
+    num_tiles,  # [BLOCK_R]
+    num_slots,  # [BLOCK_R]
+    num_running,
+    num_saturating,
+    max_parts,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
     """Return the chunk length, int32, with the earliest estimated end.
 
-    The last program ends no earlier than an even share of the work, or the longest program, takes; a longest program that starts
-    late adds up to its own length, half of which is counted.
+    The last program ends no earlier than the memory, or the programs at a time, can do the work, or than the longest program;
+    if not all run at once, it may start late. Results of parts are written and read in float32: each costs as much memory
+    traffic as twice ``BLOCK_M`` slots in 16 bits.
     """
-    num_tiles, num_slots = num_tiles[:, None], num_slots[:, None]
-    best = tl.full([], REFUSED * NUM_CHUNKS, tl.int64)
+    num_tiles, num_slots = num_tiles[:, None].to(tl.int64), num_slots[:, None]
+    all_slots = tl.sum(num_tiles * num_slots, axis=0)
+    best = tl.full([], REFUSED_COST * NUM_CHUNKS, tl.int64)
     for first_index in range(0, NUM_CHUNKS, CHUNKS_AT_A_TIME):
         indices = first_index + tl.arange(0, CHUNKS_AT_A_TIME)
         chunks = _chunk_of(indices)[None, :]
         splits = tl.maximum(tl.cdiv(num_slots, chunks), 1)
-        work = tl.sum(num_tiles.to(tl.int64) * (num_slots + TILE_COST * splits), axis=0) * NUM_KV_HEADS
-        longest = tl.max(tl.where(num_tiles > 0, tl.minimum(num_slots, chunks), 0), axis=0) + TILE_COST
+        num_programs = tl.sum(num_tiles * splits, axis=0) * NUM_KV_HEADS
         parts = tl.sum(tl.where(splits > 1, num_tiles * splits, 0), axis=0)
-        score = 2 * tl.maximum(tl.cdiv(work, num_running), longest) + longest
-        score = tl.where(parts <= max_parts, score, REFUSED)
-        keys = score * NUM_CHUNKS + (NUM_CHUNKS - 1 - indices)  # ties go to the longest
+        merges = tl.sum(tl.where(splits > 1, num_tiles, 0), axis=0)
+        longest = tl.max(tl.where(num_tiles > 0, tl.minimum(num_slots, chunks), 0), axis=0) + PROGRAM_COST
+        traffic = (all_slots + 2 * BLOCK_M * parts) * NUM_KV_HEADS // num_saturating + PROGRAM_COST
+        occupancy = (PROGRAM_COST * num_programs + all_slots * NUM_KV_HEADS) // num_running
+        cost = tl.maximum(tl.maximum(traffic, occupancy), longest) + tl.where(num_programs > num_running, longest // 2, 0)
+        most_splits = tl.max(tl.where((splits > 1) & (num_tiles > 0), splits, 0), axis=0)
+        cost += merges * NUM_KV_HEADS * BLOCK_M // MERGED_ROWS + SPLIT_COST * most_splits
+        cost = tl.where(parts <= max_parts, cost, REFUSED_COST)
+        keys = cost * NUM_CHUNKS + (NUM_CHUNKS - 1 - indices)  # ties go to the longest
         best = tl.minimum(best, tl.min(keys, axis=0))
     return _chunk_of(NUM_CHUNKS - 1 - (best % NUM_CHUNKS).to(tl.int32))
 
 
-@triton.jit(do_not_specialize=["num_requests", "short_query_len", "window", "fixed_chunk", "num_running", "max_parts"])
+@triton.jit(
+    do_not_specialize=["num_requests", "short_query_len", "window", "fixed_chunk", "num_running", "num_saturating", "max_parts"]
+)
 def _plan_kernel(
     tiles_ptr,  # [at most, TILE_FIELDS]
     merges_ptr,  # [at most, MERGE_FIELDS]
@@ -124,6 +146,7 @@ def _plan_kernel(
     window,
     fixed_chunk,
     num_running,  # programs at a time
+    num_saturating,  # programs that take all of the memory's bandwidth
     max_parts,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -157,7 +180,7 @@ def _plan_kernel(
     if FIXED:
         chunk = fixed_chunk
     else:
-        chunk = _choose_chunk(num_tiles, num_slots, num_running, max_parts, NUM_KV_HEADS)
+        chunk = _choose_chunk(num_tiles, num_slots, num_running, num_saturating, max_parts, NUM_KV_HEADS, BLOCK_M)
 
     splits = tl.maximum(tl.cdiv(num_slots, chunk), 1)
     full_splits = num_slots // chunk
@@ -356,6 +379,7 @@ def _fill(launch: TileLaunch, layout: DeviceLayout, geometry: AttentionGeometry,
         window_length(window),
         fixed_chunk or 0,
         launch.num_running,
+        int(SATURATING_PROGRAMS * num_multiprocessors(layout.seq_lens.device)),
         len(launch.part_outputs),
         NUM_KV_HEADS=geometry.num_kv_heads,
         GROUP=geometry.group,

@@ -12,12 +12,12 @@ from attention_cases import Request, chain, device_inputs, first_position, make_
 from interpreted import DEVICE
 
 from titan.core.attention import Chunk, Window, window_sizes
-from titan.kernels.triton.attention_plan import MAX_REQUESTS, AttentionGeometry, DeviceLayout
+from titan.kernels.triton.attention_plan import AttentionGeometry, DeviceLayout
 from titan.kernels.triton.attention_planner import TreeAttentionPlan
 from titan.kernels.triton.tuning import num_multiprocessors, tile_config
 
 CANDIDATES = [length * 2**i for i in range(16) for length in (128, 192)]
-TILE_COST = 96
+PROGRAM_COST = 400
 SHORT_QUERY_LEN = 8
 
 
@@ -76,12 +76,16 @@ def expected_records(
             tiles.append((i, first_row + row, num_rows, first_slot, end_slot, most))
 
     def score(chunk: int) -> tuple[int, int]:
+        num_kv_heads, num_multi = batch.geometry.num_kv_heads, num_multiprocessors(DEVICE)
         splits = [max(-(-most // chunk), 1) for *_, most in tiles]
-        num_parts = sum(each for each in splits if each > 1)
-        work = sum(most + TILE_COST * each for (*_, most), each in zip(tiles, splits, strict=True))
-        longest = max((min(most, chunk) for *_, most in tiles), default=0) + TILE_COST
-        share = -(-work * batch.geometry.num_kv_heads // num_running)
-        return (2 * max(share, longest) + longest if num_parts <= max_parts else 2**60), -chunk
+        num_parts, num_merges = sum(each for each in splits if each > 1), sum(each > 1 for each in splits)
+        num_programs, num_slots = sum(splits) * num_kv_heads, sum(most for *_, most in tiles) * num_kv_heads
+        longest = max((min(most, chunk) for *_, most in tiles), default=0) + PROGRAM_COST
+        traffic = (num_slots + 2 * block_m * num_parts * num_kv_heads) // (5 * num_multi // 3) + PROGRAM_COST
+        occupancy = (PROGRAM_COST * num_programs + num_slots) // num_running
+        cost = max(traffic, occupancy, longest) + (longest // 2 if num_programs > num_running else 0)
+        cost += num_merges * num_kv_heads * block_m // 16 + 3 * max((each for each in splits if each > 1), default=0)
+        return cost if num_parts <= max_parts else 2**60, -chunk
 
     chunk = fixed_chunk or min(CANDIDATES, key=score)
     whole, rest, merges, part = [], [], [], 0
@@ -129,24 +133,24 @@ def test_records_are_those_of_plain_loops(fixed_chunk: int | None, num_batches: 
     assert len(num_splits) >= 5
 
 
-def test_few_requests_with_long_contexts_are_split_and_many_are_not() -> None:
-    geometry = AttentionGeometry(8, 2, 64, 16, torch.bfloat16)
-    few = Batch(geometry, [Request(3996, 1, chain(3))]).plan((None,), None).launches(geometry, None)[0]
-    num_running = few.num_running // geometry.num_kv_heads
-    assert min(num_running, 4000 // 128) / 2 <= few.counts[0] <= 2 * num_running
-    number = min(8 * num_running, MAX_REQUESTS)
-    many = Batch(geometry, [Request(3996, 1, chain(3)) for _ in range(number)]).plan((None,), None).launches(geometry, None)[0]
-    assert many.counts.tolist() == [number, 0]
-
-
-def test_a_uniform_batch_that_fills_the_device_twice_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sizes of Llama 3 8B on an H200: 576 programs, of which 264 run at a time, would take three rounds."""
+@pytest.mark.parametrize(
+    ("num_requests", "context", "least", "most"),
+    [
+        *((1, 1000, 8, 8), (1, 4000, 16, 32), (1, 32768, 33, 33), (8, 1000, 3, 4), (8, 4000, 4, 4)),
+        *((32, context, 1, 1) for context in (250, 500, 1000, 4000)),
+        (128, 1000, 1, 1),
+    ],
+)
+def test_contexts_are_split_as_was_fastest_on_an_h200(
+    num_requests: int, context: int, least: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the sizes of Llama 3 8B, with seven tokens each, of all splits that were tried there."""
     monkeypatch.setattr("titan.kernels.triton.attention_planner.num_multiprocessors", lambda device: 132)
     geometry = AttentionGeometry(32, 8, 128, 16, torch.bfloat16)
-    [launch] = Batch(geometry, [Request(4096, 1, chain(6)) for _ in range(72)]).plan((None,), None).launches(geometry, None)
-    num_tiles, num_merges = launch.counts.tolist()
-    assert num_merges == 72 and 2 * 72 <= num_tiles <= len(launch.part_outputs)
-    assert launch.part_outputs.nbytes <= 33 * 2**20
+    requests = [Request(context, 1, chain(6)) for _ in range(num_requests)]
+    [launch] = Batch(geometry, requests).plan((None,), None).launches(geometry, None)
+    assert num_requests * least <= launch.counts[0] <= num_requests * most
+    assert launch.part_outputs.nbytes <= 66 * 2**20
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 62, 63, Chunk(9), Chunk(80)])
