@@ -94,8 +94,10 @@ def test_arrays_go_there_as_aligned_copies_to_the_same_places_and_come_back_as_t
 # captures
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Stream:
+    """No weak reference to it can be made: one to a stream of PyTorch dangles."""
+
     index: int
 
 
@@ -112,7 +114,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     cuda.CUDAGraph.side_effect = Graph
     cuda.graph.return_value.__exit__.return_value = None  # raises what was raised inside
     monkeypatch.setattr(torch, "cuda", cuda)
-    monkeypatch.setattr(cuda_graphs, "_owned_streams", WeakSet())
+    monkeypatch.setattr(cuda_graphs, "_owners", WeakSet())
     return cuda
 
 
@@ -129,7 +131,8 @@ def test_an_owner_of_graphs_has_one_stream_that_no_other_has_as_long_as_it_lives
     assert len(streams) == POOL_STREAMS and options["stream"] == Stream(0)
     del streams, options, owners[5], capture
     cuda.reset_mock()
-    cuda_graph_capture()(lambda: output)
+    owners.append(cuda_graph_capture())
+    owners[-1](lambda: output)
     assert cuda.graph.call_args.kwargs["stream"] == Stream(5)
     owners[6].itself = owners[6]  # type: ignore[attr-defined]
     del owners[6]

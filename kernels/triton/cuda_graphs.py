@@ -10,6 +10,7 @@ import gc
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 from weakref import WeakSet
@@ -155,8 +156,18 @@ class Replays:
         return replay.output
 
 
-_owned_streams: WeakSet[torch.cuda.Stream] = WeakSet()
-"""The streams of all captures of this process: PyTorch would lend them again."""
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class _StreamOwner:
+    """What keeps a stream of a device for itself, as long as it lives.
+
+    It is what weak references are to: those to a stream of PyTorch 2.11 outlive it, and end the interpreter with a crash.
+    """
+
+    stream: torch.cuda.Stream
+
+
+_owners: WeakSet[_StreamOwner] = WeakSet()
+"""Those of all captures of this process: PyTorch would lend their streams again."""
 
 
 def cuda_graph_capture() -> Capture:
@@ -169,13 +180,13 @@ def cuda_graph_capture() -> Capture:
     Raises:
         RuntimeError: all streams of the device have an owner.
     """
-    pool, stream = torch.cuda.graph_pool_handle(), _own_stream()
+    pool, owner = torch.cuda.graph_pool_handle(), _own_stream()
     failed: list[torch.cuda.CUDAGraph] = []  # destroyed together with the others, for the same reason
 
     def capture(function: Callable[[], Tensor]) -> Replay | None:
         graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):  # other threads continue
+            with torch.cuda.graph(graph, pool=pool, stream=owner.stream, capture_error_mode="thread_local"):  # others go on
                 output = function()
         except Exception as error:
             torch.cuda.set_stream(before)  # torch.cuda.graph stays on its own stream if it cannot end a capture
@@ -188,21 +199,22 @@ def cuda_graph_capture() -> Capture:
     return capture
 
 
-def _own_stream() -> torch.cuda.Stream:
-    """Return a stream of the current device that no other capture has, for as long as it is referenced."""
+def _own_stream() -> _StreamOwner:
+    """Take a stream of the current device that no other capture has."""
     stream = _unowned_stream()
     if stream is None:
         gc.collect()  # a user's reference cycle keeps an engine that is done with, and its streams
         stream = _unowned_stream()
     if stream is None:
         raise RuntimeError(f"{POOL_STREAMS} models run from CUDA graphs on one device: no stream is left for another one")
-    _owned_streams.add(stream)
-    return stream
+    owner = _StreamOwner(stream)
+    _owners.add(owner)
+    return owner
 
 
 def _unowned_stream() -> torch.cuda.Stream | None:
-    streams = (torch.cuda.Stream() for _ in range(POOL_STREAMS))
-    return next((stream for stream in streams if stream not in _owned_streams), None)
+    owned = [owner.stream for owner in _owners]
+    return next((stream for stream in (torch.cuda.Stream() for _ in range(POOL_STREAMS)) if stream not in owned), None)
 
 
 def _is_of_memory(error: BaseException | None) -> bool:

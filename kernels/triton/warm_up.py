@@ -36,7 +36,7 @@ def idle_batch(query_lens: Sequence[int], block_size: int) -> RaggedBatch:
 
 
 def verify_idle_trees(backend: Backend, vocab_size: int, dtype: torch.dtype, num_candidates: int) -> None:
-    """Select two trees of one node, one of which is sampled, and verify them.
+    """Select two trees of one node, one of which is sampled, and verify them; if none were, the most likely tokens would do.
 
     Args:
         backend: that does it.
@@ -57,3 +57,4 @@ def verify_idle_trees(backend: Backend, vocab_size: int, dtype: torch.dtype, num
     sampled = Candidates(np.array([1]), one, yes, False, token_ids, scores, no_slot, no_slot, probs, of_probs)
     trees = backend.trees.select([greedy, sampled], 2)
     backend.trees.verify(logits, trees, np.arange(2), rows)
+    backend.sampling.argmax(logits)
