@@ -1,6 +1,6 @@
 """Measures Titan on a CUDA device, in minutes and with nothing to download: whether it is right, how fast it is, against what.
 
-    python -m titan.bench.gpu_check                              all sections, within 15 minutes
+    python -m titan.bench.gpu_check                              all sections, within 16 minutes
     python -m titan.bench.gpu_check --only attention             some of them
     TRITON_INTERPRET=1 python -m titan.bench.gpu_check --tiny    tiny shapes in Triton's interpreter: a rehearsal
 
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from titan.bench.gpu import attention, ceilings, device_tests, end_to_end, sampling
+from titan.bench.gpu import attention, ceilings, device_tests, end_to_end, sampling, splits
 from titan.bench.gpu.sections import Figures, Row, Section, Setting, run_isolated
 from titan.bench.report import (
     Report,
@@ -52,6 +52,7 @@ SECTIONS = {
         end_to_end.SECTION,
         ceilings.PRODUCTS,
         sampling.SECTION,
+        splits.SECTION,
     )
 }
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -117,7 +117,7 @@ run_call() {
         part versions 60 bash -c "$(declare -f versions); versions"
         check a "$ROOT" "$(left)" --only tests products sampling
         ;;
-    b) check b "$ROOT" "$(left)" --only attention end_to_end_8b ;;
+    b) check b "$ROOT" "$(left)" --only attention end_to_end_8b splits ;;
     c)
         sanitize
         rm -f "$OUT/tuning.py"

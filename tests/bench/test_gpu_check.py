@@ -18,7 +18,7 @@ import torch
 from interpreted import triton_backend
 
 from titan.bench import gpu_check
-from titan.bench.gpu import attention, ceilings, end_to_end, random_models, sampling
+from titan.bench.gpu import attention, ceilings, end_to_end, random_models, sampling, splits
 from titan.bench.gpu.attention import LLAMA_3_8B, UNIFORM
 from titan.bench.gpu.attention_batches import make_case, uniform_shape
 from titan.bench.gpu.attention_kernels import KERNELS, TITAN
@@ -247,6 +247,17 @@ def test_planning_is_all_the_launches_that_the_layers_need() -> None:
         assert launch.call_count == 1
         tree_attention(case.q[0], case.kv[0], plan, AttentionSpec(case.scale))
         assert launch.call_count == 1
+
+
+def test_the_planners_split_is_compared_with_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [*splits.chunks(4007)] == [4016, 2016, 1008, 512, 256, 128], "and 63 parts would be shorter than half of the least chunk"
+    times = iter((3e-6, 4e-6, 2e-6))
+    monkeypatch.setattr(splits, "seconds_per_layer", lambda case, attend: (attend(0), next(times))[1])
+    [task] = splits.SECTION.make_tasks(TINY)
+    figures = task.measure()
+    assert list(figures.values())[2:] == pytest.approx([2, 2, 1.5]) and figures["us"] == pytest.approx(3)
+    with pytest.raises(StopIteration):
+        next(times)
 
 
 def test_a_kernel_that_sees_other_slots_disagrees(monkeypatch: pytest.MonkeyPatch) -> None:
