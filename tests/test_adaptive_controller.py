@@ -18,7 +18,7 @@ from titan.adaptive.load import Candidate, Load, Outcome
 from titan.adaptive.optimum import DEBT_STEPS, Prices, best
 from titan.adaptive.pass_cost import PassCost
 from titan.adaptive.probes import LEAST_REVIEWED, PROBE_SHARE, Probes
-from titan.adaptive.standing import DWELL
+from titan.adaptive.standing import DWELL, Standing
 from titan.adaptive.value import PastRequests, Yield, estimate
 from titan.core.draft_history import AcceptanceCounts
 
@@ -361,6 +361,27 @@ def drafting_controller() -> tuple[Controller, Load, Outcome]:
     while not controller.choose(load).drafts:
         controller.observe(plain)
     return controller, load, drafting
+
+
+@pytest.mark.parametrize(("seconds", "num_drafts", "num_steps"), [(0.0, 30, 8), (0.04, 30, 16), (1.0, 30, 24), (1.0, 3, 3)])
+def test_comparisons_are_fewer_where_they_take_long_and_there_is_evidence(seconds: float, num_drafts: int, num_steps: int) -> None:
+    standing, (load, *_) = Standing(), four_requests()
+    for _ in range(40):
+        standing.note_comparison(seconds + 1e-6)
+    standing.renew(load, True, False, num_drafts, 1.0)
+    assert standing.num_left == num_steps
+
+
+@pytest.mark.parametrize(("num_accepted", "least", "most"), [(0, 2, 5), (3, 7, 7)])
+def test_drafts_that_bring_far_less_than_expected_are_not_repeated_for_long(num_accepted: int, least: int, most: int) -> None:
+    """Of four, 3.6 are expected."""
+    controller, _, outcome = drafting_controller()
+    controller.observe(outcome._replace(num_accepted=num_accepted))
+    count = 0
+    while controller.repeats():
+        controller.observe(outcome._replace(num_accepted=num_accepted))
+        count += 1
+    assert least <= count <= most
 
 
 def test_drafts_that_did_not_come_are_not_repeated() -> None:
