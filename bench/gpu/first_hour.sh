@@ -3,7 +3,7 @@
 #
 #   bash bench/gpu/first_hour.sh a               versions; the tests of every kernel; matrix products and sampling
 #   bash bench/gpu/first_hour.sh b               attention against the bandwidth and others; whole engines of 8 B parameters
-#   bash bench/gpu/first_hour.sh c               compute-sanitizer over small tests; tiles for heads of 128
+#   bash bench/gpu/first_hour.sh c               compute-sanitizer over small tests; contexts in parts; tiles for heads of 128
 #   BASE=FOLDER bash bench/gpu/first_hour.sh d   an older checkout and this one by turns, and their ratios
 #   bash bench/gpu/first_hour.sh a --tiny        a rehearsal in Triton's interpreter; so do the others
 #
@@ -117,9 +117,10 @@ run_call() {
         part versions 60 bash -c "$(declare -f versions); versions"
         check a "$ROOT" "$(left)" --only tests products sampling
         ;;
-    b) check b "$ROOT" "$(left)" --only attention end_to_end_8b splits ;;
+    b) check b "$ROOT" "$(left)" --only attention end_to_end_8b ;;
     c)
         sanitize
+        check splits "$ROOT" "$(left 3)" --only splits
         rm -f "$OUT/tuning.py"
         cat kernels/triton/tuning.py >"$OUT/tuning.py" # a copy of a read-only file cannot be written to
         local rows=(32 16 128 64)

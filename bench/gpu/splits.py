@@ -21,11 +21,14 @@ LLAMA_3_1B = AttentionGeometry(32, 8, 64, 16, torch.bfloat16)
 
 GEOMETRIES = ((LLAMA_3_8B, TREE), (LLAMA_3_8B, ()), (LLAMA_3_1B, ()))
 """Heads, and nodes of the trees: a verification, a decode, and one of a draft."""
-BATCHES = (*((requests, context) for requests in (1, 8, 32) for context in (100, 250, 500, 1000, 4000)), (128, 1000), (1, 32768))
+BATCHES = (
+    *((requests, context) for requests in (1, 8, 32) for context in (100, 250, 500, 1000, 4000)),
+    *((40, 1000), (40, 4000), (72, 1000), (72, 4000), (128, 1000), (1, 32768), (32, 32768)),
+)
 LEAST_SLOTS = 1024
 """Room in the block tables, as an engine has it: with room for one part only, nothing could be split."""
-MAX_PARTS = 36
-"""Most parts that are tried; more were never the fastest."""
+MAX_PARTS = 32
+"""Most parts that are tried."""
 
 
 def measure(shape: Shape, setting: Setting) -> Figures:
@@ -34,8 +37,8 @@ def measure(shape: Shape, setting: Setting) -> Figures:
     table = case.layout.block_table
     room = max(LEAST_SLOTS // shape.geometry.block_size - table.shape[1], 0)
     case = replace(case, layout=replace(case.layout, block_table=pad(table, (0, room))))
-    planned, parts = time(case, None)
-    best, best_parts = min(time(case, chunk) for chunk in chunks(max(shape.contexts) + shape.query_len))
+    planned, parts = microseconds_and_parts(case, None)
+    best, best_parts = min(microseconds_and_parts(case, chunk) for chunk in chunks(max(shape.contexts) + shape.query_len))
     return {"us": planned, "parts": parts, "fastest, us": best, "its parts": best_parts, "x fastest": planned / best}
 
 
@@ -47,8 +50,8 @@ def chunks(num_slots: int) -> Iterator[int]:
         num_parts *= 2
 
 
-def time(case: Case, chunk: int | None) -> tuple[float, float]:
-    """Return the microseconds of a layer, and the parts of each request."""
+def microseconds_and_parts(case: Case, chunk: int | None) -> tuple[float, float]:
+    """Return the time of a layer, and the parts of each request, split into chunks of this length or as planned."""
     geometry, num_requests = case.shape.geometry, len(case.shape.contexts)
     plan = TreeAttentionPlan(case.layout, (None,), chunk)
     launch = plan.launches(geometry, None)[0]

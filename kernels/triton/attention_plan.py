@@ -21,6 +21,9 @@ MIN_HEAD_DIM, MAX_HEAD_DIM = 8, 512
 MAX_LATENT_REST = 64
 """Most numbers of a latent key that are not in its value: those that are rotated."""
 
+MIN_VALUE_COLUMNS = 64
+"""Least columns of a tile of values: with 16, what Triton 3.6 compiles for products of a warp group reads beyond the tile."""
+
 BLOCK_SIZES = (16, 32)
 """Slots per KV block that tree attention has tiles for."""
 
@@ -136,11 +139,8 @@ class AttentionGeometry:
 
     @property
     def padded_value_dim(self) -> int:
-        """Size of the tile dimension that holds a value: that of keys, or 64 and more, where values are narrower.
-
-        What Triton 3.6 compiles for products of a warp group with 16 columns reads beyond its tile.
-        """
-        return max(padded_dim(self.num_values), min(64, self.padded_key_dims[0]))
+        """Size of the tile dimension that holds a value, at least `MIN_VALUE_COLUMNS`."""
+        return max(padded_dim(self.num_values), MIN_VALUE_COLUMNS)
 
     def tiles(self, max_query_len: int | None, device: torch.device) -> TileConfig:
         """Return the tiles of queries up to this length; ``None``: of any."""

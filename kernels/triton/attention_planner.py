@@ -44,7 +44,7 @@ PARTS_PER_RUNNING_PROGRAM = 8
 last round leaves less of the device idle. On 132 multiprocessors the parts of a launch take at most 66 MiB for values of 128
 numbers, and 132 MiB for larger ones."""
 SATURATING_PROGRAMS = 5 / 3
-"""Programs per multiprocessor whose loads take all of the memory's bandwidth."""
+"""Programs per multiprocessor whose loads take all of the memory's bandwidth; fitted to an H200."""
 MIN_CHUNK = 128
 """The shortest chunk that the planner chooses, in slots."""
 MAX_SLOTS = 3 * MIN_CHUNK * 2**14
@@ -55,7 +55,7 @@ MAX_WINDOW = 2**30
 
 NUM_CHUNKS = tl.constexpr(32)  # chunk lengths to choose from
 CHUNKS_AT_A_TIME = tl.constexpr(8)
-# what follows is in slots: the time that a program alone takes for one more; fitted to an H200, 20 ns for heads of 128
+# fitted to an H200, for all devices; in slots: the time that a program alone takes for one more, 20 ns for heads of 128
 PROGRAM_COST = tl.constexpr(400)  # of starting and ending a program
 MERGED_ROWS = tl.constexpr(16)  # rows of split tiles, of all heads, that are merged in the time of a slot
 SPLIT_COST = tl.constexpr(3)  # of a part to the merge that reads it

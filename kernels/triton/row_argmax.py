@@ -1,7 +1,7 @@
 """The most likely token of each row: one launch over chunks of the vocabulary, and one over what they found.
 
-A reduction of a whole row in one program, or by PyTorch, takes tens of microseconds on an H200, several times what the logits take
-to be read (`titan bench gpu_check --only sampling`).
+PyTorch's reduction took 35 us on an H200, whatever the number of rows up to 128, whose logits are read in 0.1 to 13 us
+(`titan bench gpu_check --only sampling`).
 """
 
 from __future__ import annotations

@@ -236,7 +236,7 @@ def _find_threshold(
     """
     high = tl.where(peak == 0.0, 0, _key(peak))  # -0.0 is as large as 0.0
     count_above, mass_above = tl.zeros((), tl.int32), tl.zeros((), tl.float64)  # of the tokens above `high`
-    num_reaching = num_near * GROUP  # `low`, at most; from then on, exactly
+    num_reaching = num_near * GROUP  # an upper bound until they are counted
     middle, step = low, 0
     while (low < high) & (num_reaching - count_above > MAX_CANDIDATES):
         threshold = _logit(middle)

@@ -484,7 +484,7 @@ def _launch(
         ZEROED=ZEROED_NUMBERS,
         PADDED=has_nodes,
         EMU=INTERPRETED,
-        num_warps=1 if geometry.padded_value_dim <= 128 else 4,  # one warp holds all parts of a short row: more rows at a time
+        num_warps=1 if geometry.padded_value_dim <= 128 else 4,  # one warp holds so many parts of a row of 128
         enable_fp_fusion=True,
     )
 

@@ -36,7 +36,7 @@ def idle_batch(query_lens: Sequence[int], block_size: int) -> RaggedBatch:
 
 
 def verify_idle_trees(backend: Backend, vocab_size: int, dtype: torch.dtype, num_candidates: int) -> None:
-    """Select two trees of one node, one of which is sampled, and verify them; if none were, the most likely tokens would do.
+    """Select two trees of one node, one of which is sampled, and verify them; also find the most likely tokens, as greedy steps do.
 
     Args:
         backend: that does it.

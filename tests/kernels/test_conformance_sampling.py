@@ -52,6 +52,15 @@ def test_argmax_of_rows_that_are_not_finite(backend: Backend) -> None:
     assert backend.sampling.argmax(torch.tensor(rows, device=backend.device)).tolist() == [2, -1, -1, -1, -1, 1]
 
 
+def test_argmax_of_no_rows_and_of_rows_that_lie_apart(backend: Backend) -> None:
+    """Of a vocabulary that some kernels look at in chunks; NaN in the last one is found."""
+    logits = random_logits(backend, 6, 9000)
+    logits[4, 8999] = NAN
+    assert backend.sampling.argmax(logits[:0, :8000]).tolist() == []
+    assert backend.sampling.argmax(logits[::2, :8000]).tolist() == [row.index(max(row)) for row in logits[::2, :8000].tolist()]
+    assert [token == -1 for token in backend.sampling.argmax(logits[::2]).tolist()] == [False, False, True]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [1, 3, 9])
 @pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 5), (7, 64), (12, 700)])

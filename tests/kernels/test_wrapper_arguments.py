@@ -21,6 +21,7 @@ from titan.kernels.triton.gate import silu_mul
 from titan.kernels.triton.kv_writes import write_kv
 from titan.kernels.triton.norm import rms_norm
 from titan.kernels.triton.rope_kv import rope_and_write_kv
+from titan.kernels.triton.row_argmax import row_argmax
 from titan.kernels.triton.row_distribution import RowDistributions, row_distributions
 from titan.kernels.triton.sample_rows import sample_rows
 from titan.kernels.triton.tree_attention import tree_attention
@@ -122,6 +123,7 @@ WRAPPERS: dict[Callable[..., object], Callable[[], dict[str, Any]]] = {
         "kv_layer": KV_LAYER,
         "qk_norm": floats(6, HEAD_DIM),
     },
+    row_argmax: lambda: {"logits": floats(NUM_ROWS, VOCAB_SIZE)},
     row_distributions: lambda: {"logits": floats(NUM_ROWS, VOCAB_SIZE)} | options(),
     sample_rows: lambda: {"distributions": distributions()} | NUMBERS,
     select_trees: lambda: {
@@ -223,6 +225,7 @@ MESSAGES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (select_trees, {"first_nodes": ints([0, 1, 2])}, "first_nodes has shape [3]: it must be [2]"),
     (VerifiedTrees.of, {"parents": ints([-1, 0, 1])}, "parents has shape [3]: it must be [2]"),
     (VerifiedTrees.of, {"start_loc": ints([])}, "start_loc is empty: it must have "),
+    (row_argmax, {"logits": floats(3, 0)}, "logits has shape [3, 0]: there must be at least one token"),
     (walk_matches, {"wanted": longs([1, 2])}, "wanted has shape [2]: it must be [3]"),
     (VerifiedTrees.of, {"max_nodes": 0}, "max_nodes=0 is not allowed: it must be 1 to 63"),
     (VerifiedTrees.of, {"max_nodes": 64}, "max_nodes=64 is not allowed: it must be 1 to 63"),

@@ -12,7 +12,7 @@ DWELL, LONG_DWELL = 8, 24
 are drafts that it goes by."""
 
 DISAPPOINTING = 3.0
-"""Standard deviations, and a token, by which drafts must bring less than was expected for an optimum not to stand any longer."""
+"""Roots of the tokens that were expected of drafts, by which, and by one more, they must bring less for an optimum to end early."""
 
 OFF_DWELL = 32, 256
 """Least and most steps for which it stands that nothing is drafted."""
@@ -63,13 +63,10 @@ class Standing:
             plain_seconds: of a step without drafts.
         """
         self._drafts, self._size, self._num_new = drafts, (len(load.candidates), load.num_rows), 0
-        self._may_new_draft, (least, most) = may_new_draft, OFF_DWELL
+        self._may_new_draft = may_new_draft
         worth_it = int(self._compare_seconds / (COMPARE_SHARE * plain_seconds))
-        if drafts:
-            least, most = DWELL, LONG_DWELL
-        self.num_left = min(most, max(least, worth_it))
-        if drafts:
-            self.num_left = min(self.num_left, int(num_drafts))
+        least, most = (DWELL, LONG_DWELL) if drafts else OFF_DWELL
+        self.num_left = min(most, max(least, worth_it), int(num_drafts) if drafts else most)
         self._num_missed = self._num_expected = 0.0
 
     def note_drafts(self, num_accepted: int, num_expected: float) -> None:
