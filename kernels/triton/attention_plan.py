@@ -139,8 +139,8 @@ class AttentionGeometry:
 
     @property
     def padded_value_dim(self) -> int:
-        """Size of the tile dimension that holds a value, at least `MIN_VALUE_COLUMNS`."""
-        return max(padded_dim(self.num_values), MIN_VALUE_COLUMNS)
+        """Size of the tile dimension that holds a value: at least `MIN_VALUE_COLUMNS`, or that of the key that it is part of."""
+        return self.padded_key_dims[0] if self.is_latent else max(padded_dim(self.num_values), MIN_VALUE_COLUMNS)
 
     def tiles(self, max_query_len: int | None, device: torch.device) -> TileConfig:
         """Return the tiles of queries up to this length; ``None``: of any."""

@@ -139,15 +139,15 @@ def _inverse(temperature):
 
 
 @triton.jit
-def _key(logit):
+def key_of(logit):
     """Map floats to int32 in the same order; its own inverse except for the type."""
     bits = logit.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _logit(key):
-    """Map int32 to floats: the inverse of `_key`."""
+def logit_of(key):
+    """Map int32 to floats: the inverse of `key_of`."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
@@ -191,10 +191,10 @@ def _find_bound(group_peaks, peak, scale, limit, BY_COUNT: tl.constexpr, GROUP: 
     By count, at least ``limit`` of the groups' peaks must reach it; else all tokens below it must provably weigh ``limit`` or less.
     """
     group_weights = weigh(group_peaks, peak, scale)
-    low, high = _key(tl.full((), float("-inf"), tl.float32)), _key(peak)
+    low, high = key_of(tl.full((), float("-inf"), tl.float32)), key_of(peak)
     for _ in range(NUM_STEPS):
         middle = (low | high) - ((low ^ high) >> 1)  # ceil((low + high) / 2), where the sum may overflow
-        bound = (middle ^ ((middle >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)  # `_logit`: the interpreter is slow at calls
+        bound = (middle ^ ((middle >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)  # `logit_of`: interpreted calls are slow
         if BY_COUNT:
             is_fine = tl.sum((group_peaks >= bound).to(tl.int32), axis=0) >= limit
         else:
@@ -234,12 +234,12 @@ def _find_threshold(
 
     With it come the number, int32, and the weight, float64, of the tokens above it. It is reached at ``low``.
     """
-    high = tl.where(peak == 0.0, 0, _key(peak))  # -0.0 is as large as 0.0
+    high = tl.where(peak == 0.0, 0, key_of(peak))  # -0.0 is as large as 0.0
     count_above, mass_above = tl.zeros((), tl.int32), tl.zeros((), tl.float64)  # of the tokens above `high`
     num_reaching = num_near * GROUP  # an upper bound until they are counted
     middle, step = low, 0
     while (low < high) & (num_reaching - count_above > MAX_CANDIDATES):
-        threshold = _logit(middle)
+        threshold = logit_of(middle)
         counts, masses = tl.zeros((NEAR_TOKENS,), tl.int32), tl.zeros((NEAR_TOKENS,), tl.float64)
         for first in range(0, num_near, NEAR_TOKENS // GROUP):
             _, logits = _load_near(row_ptr, near_groups_ptr, first, num_near, VOCAB_SIZE, NEAR_TOKENS, GROUP)
@@ -255,13 +255,13 @@ def _find_threshold(
         count_above, mass_above = tl.where(is_enough, count_above, count), tl.where(is_enough, mass_above, mass)
         middle = (low | high) - ((low ^ high) >> 1)  # ceil((low + high) / 2), where the sum may overflow
         if step < NUM_LINEAR_STEPS:
-            middle = tl.maximum(_key(_logit(low) / 2 + _logit(high) / 2), low + 1)
+            middle = tl.maximum(key_of(logit_of(low) / 2 + logit_of(high) / 2), low + 1)
         step += 1
 
     num_candidates = tl.zeros((), tl.int32)
     for first in range(0, num_near, NEAR_TOKENS // GROUP):
         _, logits = _load_near(row_ptr, near_groups_ptr, first, num_near, VOCAB_SIZE, NEAR_TOKENS, GROUP)
-        is_candidate = ((logits >= _logit(low)) & (logits < _logit(high + 1))).to(tl.int32)
+        is_candidate = ((logits >= logit_of(low)) & (logits < logit_of(high + 1))).to(tl.int32)
         places = num_candidates + tl.cumsum(is_candidate, axis=0) - 1
         tl.store(candidates_ptr + places, logits, mask=(is_candidate > 0) & (places < MAX_CANDIDATES))
         num_candidates += tl.sum(is_candidate, axis=0)
@@ -271,13 +271,13 @@ def _find_threshold(
     weights = weigh(values, peak, scale).to(tl.float64)
     while low < high:
         middle = (low | high) - ((low ^ high) >> 1)
-        reaches = values >= _logit(middle)
+        reaches = values >= logit_of(middle)
         if BY_COUNT:
             is_enough = count_above + tl.sum(reaches.to(tl.int32), axis=0) >= wanted
         else:
             is_enough = mass_above + tl.sum(tl.where(reaches, weights, 0.0), axis=0) >= wanted
         low, high = tl.where(is_enough, middle, low), tl.where(is_enough, high, middle - 1)
-    is_above = values > _logit(low)
+    is_above = values > logit_of(low)
     count_above += tl.sum(is_above.to(tl.int32), axis=0)
     return low, count_above, mass_above + tl.sum(tl.where(is_above, weights, 0.0), axis=0)
 
@@ -383,8 +383,8 @@ def _cut_rows_kernel(
             elif has_top_p:
                 low = _find_bound(group_peaks, peak, scale, (1.0 - top_p) * total, False, GROUP, NUM_BOUND_STEPS)
             else:
-                low = _key(lowest)
-            is_near = ((group_peaks >= _logit(low)) & is_group).to(tl.int32)
+                low = key_of(lowest)
+            is_near = ((group_peaks >= logit_of(low)) & is_group).to(tl.int32)
             num_near = tl.sum(is_near, axis=0)
             near_groups_ptr += row * NUM_GROUPS
             tl.store(near_groups_ptr + tl.cumsum(is_near, axis=0) - 1, groups, mask=is_near > 0)
@@ -399,17 +399,17 @@ def _cut_rows_kernel(
                     True, VOCAB_SIZE, NEAR_TOKENS, GROUP, MAX_CANDIDATES, NUM_LINEAR_STEPS,
                 )  # fmt: skip
                 num_ties = top_k - count_above
-                total = mass_above + num_ties * weigh(_logit(low), peak, scale)
+                total = mass_above + num_ties * weigh(logit_of(low), peak, scale)
             if has_top_p:
                 target = top_p * total
                 low, _, mass_above = _find_threshold(
                     row_ptr, near_groups_ptr, num_near, candidates_ptr, low, target, peak, scale,
                     False, VOCAB_SIZE, NEAR_TOKENS, GROUP, MAX_CANDIDATES, NUM_LINEAR_STEPS,
                 )  # fmt: skip
-                weight = tl.maximum(weigh(_logit(low), peak, scale).to(tl.float64), 1e-300)
+                weight = tl.maximum(weigh(logit_of(low), peak, scale).to(tl.float64), 1e-300)
                 num_ties = tl.minimum(tl.ceil((target - mass_above) / weight), VOCAB_SIZE).to(tl.int32)
                 num_ties = tl.maximum(num_ties, 1)
-            threshold = _logit(low)
+            threshold = logit_of(low)
             num_ties = tl.where(lowest > threshold, VOCAB_SIZE, num_ties)
             threshold = tl.maximum(threshold, lowest)
 

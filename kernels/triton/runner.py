@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from functools import cached_property, partial
 from itertools import product
 
+import torch
 from torch import Tensor
 
 from titan.core.batch import RaggedBatch
-from titan.core.growth import Feed, GrowthSpec
+from titan.core.growth import BeamSpec, Feed, GrowthSpec
 from titan.core.kv_tensor import KVTensor
 from titan.core.limits import MAX_NODES
 from titan.core.trees import DraftTrees
@@ -91,12 +92,20 @@ class TritonRunner:
         passes: list[WarmUp] = [partial(self._padded_hidden_states, idle([1]), size) for size in self._sizes.reachable()]
         if specs:
             passes += self._chains.warm_up(specs, vocab_size)
+            counts = {1, *(spec.num_children for spec in specs if isinstance(spec, BeamSpec))}  # 1: of reviews
+            passes += [partial(self._choose_children, count, vocab_size) for count in sorted(counts)]
         most, query_lens = self._sizes.request_counts[-1], self._query_lens_of_tiles()
         chunk = max(self._max_query_len, *query_lens) + 1  # longer than the query beside it, or it would not count as a chunk
         numbers = {max(2, min(2**i, most)) for i in range(4, max(4, most.bit_length()) + 1)}  # plans are for powers of two
         for number, query_len in product(sorted(numbers), query_lens):
             passes.append(partial(self._eager_logits, idle([chunk, query_len, *[1] * (number - 2)])))
         return passes
+
+    def _choose_children(self, count: int, vocab_size: int) -> None:
+        """Choose so many children of each node as growth does that is no graph, of logits that say nothing."""
+        config, device = self.model.config, self.backend.device
+        logits = torch.zeros(2, config.vocab_size, dtype=self.model.dtype, device=device)[:, :vocab_size]
+        self.backend.sampling.top_candidates(logits, count, torch.ones(2, device=device))
 
     def _query_lens_of_tiles(self) -> list[int]:
         """Return query lengths with which attention is compiled for each size of tiles of each kind of layer."""

@@ -7,15 +7,18 @@ from torch import Tensor
 
 from titan.core.sampling_rows import SamplingRows
 from titan.kernels.torch.sampling import TorchSampling
-from titan.kernels.triton.row_argmax import row_argmax
 from titan.kernels.triton.row_distribution import RowDistributions, normalized_probs, row_distributions
+from titan.kernels.triton.top_tokens import row_argmax, top_candidates
 
 
 class TritonSampling(TorchSampling):
-    """Computes distributions and the most likely token; several of them, and children without replacement, are PyTorch's."""
+    """Computes distributions and the most likely tokens; children without replacement are those of PyTorch."""
 
     def argmax(self, logits: Tensor) -> Tensor:
         return row_argmax(logits)
+
+    def top_candidates(self, logits: Tensor, count: int, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+        return top_candidates(logits, count, temperatures)
 
     def probs(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         return normalized_probs(self.distributions(logits, rows))

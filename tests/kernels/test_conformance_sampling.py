@@ -63,7 +63,7 @@ def test_argmax_of_no_rows_and_of_rows_that_lie_apart(backend: Backend) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [1, 3, 9])
-@pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 5), (7, 64), (12, 700)])
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 5), (7, 64), (12, 700), (2, 9000)])
 def test_top_candidates_are_the_most_likely_tokens(
     backend: Backend, num_rows: int, vocab_size: int, count: int, dtype: torch.dtype
 ) -> None:

@@ -28,6 +28,7 @@ from titan.kernels.triton.norm import rms_norm
 from titan.kernels.triton.rope_kv import rope_and_write_kv
 from titan.kernels.triton.row_distribution import normalized_probs, row_distributions
 from titan.kernels.triton.sample_rows import sample_rows
+from titan.kernels.triton.top_tokens import row_argmax, top_candidates
 from titan.kernels.triton.tree_rejection import reject_trees
 from titan.kernels.triton.tree_select import select_trees
 from titan.kernels.triton.tree_walk import VerifiedTrees, walk_matches
@@ -67,6 +68,8 @@ for num_rows, max_nodes in ((8, 6), (7, 1), (6, 16)):  # which differ from step 
         logits, draft_probs = torch.zeros(num_rows, vocab_size, dtype=dtype), torch.zeros(3, vocab_size)
         distributions = row_distributions(logits, temperature=floats, top_k=ints, top_p=floats, min_p=floats)
         normalized_probs(distributions)
+        row_argmax(logits)
+        top_candidates(logits, 4, floats)
         sample_rows(distributions, longs, longs)
         reject_trees(trees, longs[:2].clone(), distributions, draft_probs, ints, longs, longs)
 
@@ -91,6 +94,8 @@ KERNELS = {
     "_sum_up_chunks_kernel": (2, 64),
     "_cut_rows_kernel": (2, 128),
     "_probs_kernel": (2, 64),
+    "_chunk_tops_kernel": (4, 96),
+    "_row_tops_kernel": (4, 96),
     "_sample_kernel": (2, 128),
     "_first_residuals_kernel": (2, 64),
     "_reject_kernel": (2, 128),

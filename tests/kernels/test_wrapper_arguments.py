@@ -21,9 +21,9 @@ from titan.kernels.triton.gate import silu_mul
 from titan.kernels.triton.kv_writes import write_kv
 from titan.kernels.triton.norm import rms_norm
 from titan.kernels.triton.rope_kv import rope_and_write_kv
-from titan.kernels.triton.row_argmax import row_argmax
 from titan.kernels.triton.row_distribution import RowDistributions, row_distributions
 from titan.kernels.triton.sample_rows import sample_rows
+from titan.kernels.triton.top_tokens import row_argmax, top_candidates
 from titan.kernels.triton.tree_attention import tree_attention
 from titan.kernels.triton.tree_rejection import reject_trees
 from titan.kernels.triton.tree_select import select_trees
@@ -124,6 +124,7 @@ WRAPPERS: dict[Callable[..., object], Callable[[], dict[str, Any]]] = {
         "qk_norm": floats(6, HEAD_DIM),
     },
     row_argmax: lambda: {"logits": floats(NUM_ROWS, VOCAB_SIZE)},
+    top_candidates: lambda: {"logits": floats(NUM_ROWS, VOCAB_SIZE), "count": 2, "temperatures": floats(NUM_ROWS)},
     row_distributions: lambda: {"logits": floats(NUM_ROWS, VOCAB_SIZE)} | options(),
     sample_rows: lambda: {"distributions": distributions()} | NUMBERS,
     select_trees: lambda: {
