@@ -283,17 +283,18 @@ def test_a_thread_that_is_interrupted_while_it_waits_costs_no_other(llm: LLM) ->
     def interrupt() -> None:
         leads.set()
         await_callers(llm, 2)
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        while len(llm.frontend.loop._callers) > 1:
-            time.sleep(0.001)
+        while len(llm.frontend.loop._callers) > 1:  # a signal that comes just before the thread sleeps does not wake it
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            has_left.wait(1)
 
-    results: list[Any] = []
+    results, has_left = list[Any](), threading.Event()
     in_next_step(llm, interrupt)
     thread = threading.Thread(target=lambda: results.append(generate(llm, "the", PARAMS[1])), daemon=True)
     thread.start()
     assert leads.wait(WATCHDOG_S)
     with pytest.raises(KeyboardInterrupt):
         generate(llm, "in the morning", PARAMS[1])
+    has_left.set()
     thread.join(WATCHDOG_S)
     assert results == [expected]
 
