@@ -372,18 +372,6 @@ def test_comparisons_are_fewer_where_they_take_long_and_there_is_evidence(second
     assert standing.num_left == num_steps
 
 
-@pytest.mark.parametrize(("num_accepted", "least", "most"), [(0, 2, 5), (3, 7, 7)])
-def test_drafts_that_bring_far_less_than_expected_are_not_repeated_for_long(num_accepted: int, least: int, most: int) -> None:
-    """Of four, 3.6 are expected."""
-    controller, _, outcome = drafting_controller()
-    controller.observe(outcome._replace(num_accepted=num_accepted))
-    count = 0
-    while controller.repeats():
-        controller.observe(outcome._replace(num_accepted=num_accepted))
-        count += 1
-    assert least <= count <= most
-
-
 def test_drafts_that_did_not_come_are_not_repeated() -> None:
     """A drafter failed, or the step ran in parts, of which nothing is told."""
     controller, _, outcome = drafting_controller()

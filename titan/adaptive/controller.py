@@ -112,7 +112,6 @@ class Controller:
         self._before: list[tuple[float, float]] = []  # of probed requests: their drafts, and the acceptance that these showed
         self._load: Load = Load((), 0, 0)
         self._decision = Decision([], (), ())
-        self._planned_gain = 0.0  # tokens that its chains should bring
         self._unlearned: list[tuple[Load, Decision, Outcome]] = []  # steps that drafted since settings were compared
 
     @property
@@ -174,7 +173,6 @@ class Controller:
             self.drafting_yield.fade(YIELD_FADE**self._num_rested)
             self._num_rested = 0
         self._decision = self._decide(load)
-        self._planned_gain = _gain(self._decision)
         return self._decision
 
     def postpone(self) -> Decision:
@@ -285,9 +283,6 @@ class Controller:
         self._may_repeat = decision.is_steady and any(outcome.num_nodes)
         if decision.probed or not decision.drafts:
             self._learn()
-        else:
-            share = min(1.0, sum(outcome.num_nodes) / sum(decision.num_nodes))
-            self._standing.note_drafts(outcome.num_accepted, self.drafting_yield.factor * share * self._planned_gain)
         if decision.is_probe:
             self._standing.num_left = 0
 
@@ -331,7 +326,8 @@ class Controller:
         more = planned.seconds - prices.plain_seconds
         if more < LEAST_MORE * prices.plain_seconds or (has_passes and not all(load.candidates[i].is_fed for i in drafting)):
             return
-        planned_gain = _gain(decision)
+        chains = [(decision.num_nodes[i], decision.acceptance[i]) for i in drafting]
+        planned_gain = sum([p * (1 - p**count) / (1 - p) if p < 1 else count for count, p in chains])
         for each in outcomes:
             promised = planned_gain
             if each.num_draft_passes or not has_passes:  # else they are not known, and those that were planned
@@ -365,12 +361,6 @@ class Controller:
 
     def _showing(self, counts: AcceptanceCounts) -> tuple[float, float]:
         return counts.num_drafts, own_acceptance(counts, self.fleet.agreement)
-
-
-def _gain(decision: Decision) -> float:
-    """Return the draft tokens that are expected to be accepted, of chains of as many nodes as are decided on."""
-    chains = zip(decision.num_nodes, decision.acceptance, strict=False)  # of a decision to draft nothing, none is expected
-    return sum([p * (1 - p**count) / (1 - p) if p < 1 else count for count, p in chains if count])
 
 
 def _nothing(load: Load) -> Decision:

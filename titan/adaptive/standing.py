@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import sqrt
 
 from titan.adaptive.load import Load
 
 DWELL, LONG_DWELL = 8, 24
 """Most steps for which an optimum stands if there are as many requests and rows, and where comparing takes long; no more than there
 are drafts that it goes by."""
-
-DISAPPOINTING = 3.0
-"""Roots of the tokens that were expected of drafts, by which, and by one more, they must bring less for an optimum to end early."""
 
 OFF_DWELL = 32, 256
 """Least and most steps for which it stands that nothing is drafted."""
@@ -34,8 +30,6 @@ class Standing:
     _num_new: int = 0  # requests since
     _may_new_draft: bool = True  # whether it may pay for new requests, although not for those
     _compare_seconds: float = 0.0
-    _num_missed: float = 0.0  # tokens expected since that drafts did not bring
-    _num_expected: float = 0.0
 
     def begin(self, num_requests: int, num_rows: int, num_new: int) -> bool:
         """Return whether the outcome stands for a step, too; see `Controller.rest`."""
@@ -67,14 +61,6 @@ class Standing:
         worth_it = int(self._compare_seconds / (COMPARE_SHARE * plain_seconds))
         least, most = (DWELL, LONG_DWELL) if drafts else OFF_DWELL
         self.num_left = min(most, max(least, worth_it), int(num_drafts) if drafts else most)
-        self._num_missed = self._num_expected = 0.0
-
-    def note_drafts(self, num_accepted: int, num_expected: float) -> None:
-        """Add the draft tokens of a step; if they have been far fewer than expected, the outcome stands no longer."""
-        self._num_missed += num_expected - num_accepted
-        self._num_expected += num_expected
-        if self._num_missed > 1 + DISAPPOINTING * sqrt(self._num_expected):
-            self.num_left = 0
 
     def note_comparison(self, seconds: float) -> None:
         """Learn how long a decision with a comparison took."""
