@@ -424,6 +424,20 @@ def _cut_rows_kernel(
     tl.store(chunk_masses_ptr + entries, masses, mask=chunks < NUM_CHUNKS)
 
 
+def require_logits(logits: Tensor) -> tuple[int, int]:
+    """Return rows and vocabulary of logits; their rows may be strided.
+
+    Raises:
+        ValueError: logits of another shape, dtype or device than kernels take, or an empty vocabulary.
+    """
+    require_launchable("logits", logits.device)
+    require("logits", logits, shape=(None, None), dtypes=FLOAT_DTYPES, device=logits.device, contiguous=False)
+    num_rows, vocab_size = logits.shape
+    if vocab_size == 0:
+        raise ValueError(f"logits has shape {list(logits.shape)}: there must be at least one token")
+    return num_rows, vocab_size
+
+
 def row_distributions(logits: Tensor, *, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> RowDistributions:
     """Compute what each row is sampled from; a temperature of 0 leaves only the most likely token, the first of ties.
 
@@ -439,12 +453,7 @@ def row_distributions(logits: Tensor, *, temperature: Tensor, top_k: Tensor, top
     Raises:
         ValueError: a tensor of the wrong shape, dtype, strides or device, or an empty vocabulary.
     """
-    device = logits.device
-    require_launchable("logits", device)
-    require("logits", logits, shape=(None, None), dtypes=FLOAT_DTYPES, device=device, contiguous=False)
-    num_rows, vocab_size = logits.shape
-    if vocab_size == 0:
-        raise ValueError(f"logits has shape {list(logits.shape)}: there must be at least one token")
+    device, (num_rows, vocab_size) = logits.device, require_logits(logits)
     for name, values in {"temperature": temperature, "top_p": top_p, "min_p": min_p}.items():
         require(name, values, shape=(num_rows,), dtypes=(torch.float32,), device=device)
     require("top_k", top_k, shape=(num_rows,), dtypes=(torch.int32,), device=device)

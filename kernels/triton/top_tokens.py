@@ -13,11 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan.kernels.triton.row_distribution import is_finite, key_of, load_logits, logit_of
-from titan.kernels.triton.tools import FLOAT_DTYPES, require, require_launchable
-
-CHUNK = 4096
-"""Tokens that a program looks at."""
+from titan.kernels.triton.row_distribution import CHUNK, is_finite, key_of, load_logits, logit_of, require_logits
+from titan.kernels.triton.tools import require
 
 TAKEN = tl.constexpr(-(2**31))
 """The key of what was taken, or is not there; that of -inf is larger."""
@@ -138,12 +135,7 @@ def top_candidates(logits: Tensor, count: int, temperatures: Tensor) -> tuple[Te
 
 def _tops(logits: Tensor, count: int, temperatures: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return the tokens, [R, count], and, given temperatures, their log-probabilities."""
-    device = logits.device
-    require_launchable("logits", device)
-    require("logits", logits, shape=(None, None), dtypes=FLOAT_DTYPES, device=device, contiguous=False)
-    num_rows, vocab_size = logits.shape
-    if vocab_size == 0:
-        raise ValueError(f"logits has shape {list(logits.shape)}: there must be at least one token")
+    device, (num_rows, vocab_size) = logits.device, require_logits(logits)
     num_chunks, has_logprobs = triton.cdiv(vocab_size, CHUNK), temperatures is not None
     if temperatures is not None:
         require("temperatures", temperatures, shape=(num_rows,), dtypes=(torch.float32,), device=device)
