@@ -372,6 +372,23 @@ def test_comparisons_are_fewer_where_they_take_long_and_there_is_evidence(second
     assert standing.num_left == num_steps
 
 
+def test_an_optimum_stands_for_as_many_steps_that_draft_if_there_is_no_room_in_the_first() -> None:
+    """The first drafts of all may be held up, which those behind them show; reviews do not say what drafting costs the host."""
+    num_steps = Counter[bool]()
+    for postpones in (False, True):
+        controller, load, drafting = drafting_controller()
+        optimum = controller.optimum
+        if postpones:
+            assert not controller.postpone().drafts
+            controller.observe(four_requests()[2])
+            controller.choose(load)
+        while controller.optimum is optimum:
+            num_steps[postpones] += 1
+            controller.observe(drafting)
+            controller.choose(load)
+    assert num_steps[True] == num_steps[False] > 1
+
+
 def test_drafts_that_did_not_come_are_not_repeated() -> None:
     """A drafter failed, or the step ran in parts, of which nothing is told."""
     controller, _, outcome = drafting_controller()

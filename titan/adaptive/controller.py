@@ -176,7 +176,8 @@ class Controller:
         return self._decision
 
     def postpone(self) -> Decision:
-        """Return a decision to draft nothing in this step after all."""
+        """Return a decision to draft nothing in this step after all, which is none of those for which an optimum stands."""
+        self._standing.num_left += 1
         self._decision = _nothing(self._load)
         return self._decision
 
