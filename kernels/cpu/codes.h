@@ -120,6 +120,7 @@ inline void decode_units(const Codes<Bits>& codes, int64_t begin, int64_t end, B
     for (int half = 0; half < 2; ++half) {
       Words pairs[2];
       decode_half<Bits>(unit, half, palette, pairs);
+      // one by one: GCC 12 copies both together over the stack
       store(pairs[0], result + (input - begin + 4 * half) * kBlock);
       store(pairs[1], result + (input - begin + 4 * half + 2) * kBlock);
     }
