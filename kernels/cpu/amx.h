@@ -10,7 +10,6 @@
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
-#include <vector>
 
 #include "codes.h"
 #include "numbers.h"
@@ -61,9 +60,8 @@ public:
   Strip(const Weight& weight, int64_t index, int64_t window)
       : depth_(depth_of(weight)), window_(window), lines_(static_cast<const Line*>(weight.data) + index * num_strip_lines()) {
     if constexpr (kHasCodes) {
-      static thread_local std::vector<Line> room;
-      room.resize(num_lines<BFloat16>(window * kAmxOutputs));
-      decoded_ = reinterpret_cast<BFloat16*>(room.data());
+      static thread_local Room room;
+      decoded_ = reinterpret_cast<BFloat16*>(room.lines(num_lines<BFloat16>(window * kAmxOutputs)));
     }
   }
 
@@ -186,6 +184,29 @@ inline Lanes add_terms(const float* sums) {
   return total;
 }
 
+inline void narrow_both(Lanes x, Lanes y, float* result) {
+  store(x, result);
+  store(y, result + kLanes);
+}
+
+// A whole cache line at once; like the units, the instruction treats subnormal numbers as zero.
+inline void narrow_both(Lanes x, Lanes y, BFloat16* result) {
+  store(_mm512_cvtne2ps_pbh(reinterpret<__m512>(y), reinterpret<__m512>(x)), result);
+}
+
+// Write the first `count` outputs of a row of two blocks.
+template <typename T>
+inline void write_row(const float* sums, int64_t count, const T* bias, const T* residual, T* output) {
+  Lanes x = add_terms<T>(sums), y = add_terms<T>(sums + kLanes);
+  if (count < kAmxOutputs) {
+    write_sums(x, count, bias, residual, output);
+    return write_sums(y, count - kLanes, bias ? bias + kLanes : nullptr, residual ? residual + kLanes : nullptr, output + kLanes);
+  }
+  for (const T* added : {bias, residual})
+    if (added) x += load_lanes(added), y += load_lanes(added + kLanes);
+  narrow_both(x, y, output);
+}
+
 // Number of rows that stay in the L2 cache while they are multiplied with all outputs: parts of equal size.
 template <typename T>
 int64_t cached_rows(int64_t num_rows, int64_t depth) {
@@ -233,10 +254,8 @@ void multiply_cached_rows(Member& member, const Weight& weight, const T* x, int6
           if (end < depth) continue;
           for (int64_t row = group * together; row < start + together; ++row) {
             const int64_t place = row * weight.num_outputs + first;
-            const float* row_sums = group_sums + (row - start) * kTerms<T> * kAmxOutputs;
-            for (int64_t i = 0; i < count; i += kLanes)
-              write_sums(add_terms<T>(row_sums + i), count - i, bias ? bias + first + i : nullptr,
-                         residual ? residual + place + i : nullptr, output + place + i);
+            write_row(group_sums + (row - start) * kTerms<T> * kAmxOutputs, count, bias ? bias + first : nullptr,
+                      residual ? residual + place : nullptr, output + place);
           }
         }
       }

@@ -79,12 +79,18 @@ struct CodePlace {
 template <int Bits, typename T>
 void unpack_codes(const Weight& weight, int64_t row, T* result) {
   const Codes<Bits> codes(weight.data, row / kBlock, depth_of(weight));
-  for (int64_t i = 0; i < weight.num_inputs; ++i) {
-    const uint8_t *unit = codes.units() + i / kUnitInputs * codes.kUnitBytes, *low = unit + kPartBytes;
-    const CodePlace place(i, row % kBlock);
-    const int high = codes.header().palette[unit[place.byte] >> place.shift & 15];
-    const int lower = codes.kIsShort ? (low[place.byte] >> place.shift & 15) << 4 : low[place.byte + place.is_second * kPartBytes];
-    narrow(widen(BFloat16{static_cast<uint16_t>(high << 8 | lower)}), &result[i]);
+  const uint8_t* unit = codes.units();
+  for (int64_t first = 0; first < weight.num_inputs; first += kUnitInputs, unit += codes.kUnitBytes) {
+    T numbers[kUnitInputs];
+#pragma GCC unroll 8
+    for (int i = 0; i < kUnitInputs; ++i) {
+      const CodePlace place(i, row % kBlock);
+      const uint8_t* low = unit + kPartBytes + place.byte;
+      const int high = codes.header().palette[unit[place.byte] >> place.shift & 15];
+      const int lower = codes.kIsShort ? (*low >> place.shift & 15) << 4 : low[place.is_second * kPartBytes];
+      narrow(widen(BFloat16{static_cast<uint16_t>(high << 8 | lower)}), &numbers[i]);
+    }
+    std::copy_n(numbers, std::min<int64_t>(kUnitInputs, weight.num_inputs - first), result + first);
   }
   codes.for_each_rare([&](const RareWeight& rare) {
     if (rare.output == row % kBlock) narrow(widen(rare.value), &result[rare.input]);

@@ -72,66 +72,73 @@ void look_up(const Decoder& decoder, int64_t token, T* result) {
 template <typename T>
 void forward(const Decoder& decoder, const AttentionPlan& plan, const DecoderPass& pass, T* logits) {
   const AttentionSpec& heads = decoder.layers[0].attention;
-  const int64_t num_tokens = pass.num_tokens, size = decoder.hidden_size;
+  const int64_t num_tokens = pass.num_tokens, most_rows = std::min(num_tokens, kPartRows), size = decoder.hidden_size;
   const int64_t q_size = heads.num_heads * heads.head_dim, k_size = heads.num_kv_heads * heads.head_dim, qkv_size = q_size + 2 * k_size;
   int64_t widest = 0, num_room = linear_lines<T>(decoder.head, pass.num_rows);
   for (int64_t i = 0; i < decoder.num_layers; ++i) {
     const DecoderLayer& layer = decoder.layers[i];
     widest = std::max(widest, layer.gate_up.num_outputs);
     for (const Weight* weight : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
-      num_room = std::max(num_room, linear_lines<T>(*weight, num_tokens));
+      num_room = std::max(num_room, linear_lines<T>(*weight, most_rows));
   }
-  static thread_local std::vector<Line> buffer;
-  buffer.resize(num_room + num_lines<T>(num_tokens * (3 * size + qkv_size + 2 * q_size + widest + widest / 2)));
-  Line* room = buffer.data();
+  static thread_local Room memory;
+  const int64_t per_token = size + qkv_size + q_size, per_row = widest + widest / 2, per_logits = 2 * size + q_size;
+  Line* room = memory.lines(num_room + num_lines<T>(num_tokens * per_token + most_rows * (size + per_row) + pass.num_rows * per_logits));
   T* stream = reinterpret_cast<T*>(room + num_room); // the residual stream
-  T* normed = stream + num_tokens * size;
-  T* qkv = normed + num_tokens * size;
+  T* qkv = stream + num_tokens * size;
   T* attended = qkv + num_tokens * qkv_size;
-  T* gate_up = attended + num_tokens * q_size;
-  T* gated = gate_up + num_tokens * widest;
-  T* kept_stream = gated + num_tokens * widest / 2; // of the rows that need logits
-  T* kept_attended = kept_stream + num_tokens * size;
+  T* kept_stream = attended + num_tokens * q_size; // of the rows that need logits
+  T* kept_attended = kept_stream + pass.num_rows * size;
+  T* last_normed = kept_attended + pass.num_rows * q_size;
+  T* normed = last_normed + pass.num_rows * size; // of some rows, as what follows
+  T* gate_up = normed + most_rows * size;
+  T* gated = gate_up + most_rows * widest;
   Team& team = *static_cast<Team*>(decoder.team);
   const std::vector<AttentionItem> items = attention_items(plan, heads, team.num_threads());
 
   team.run([&](Member& member) {
-    T *x = stream, *input = attended;
+    const auto norm = [&](const T* x, const void* weight, T* result, int64_t count) -> const T* { // what a part of a layer reads
+      if (!weight) return x;
+      rms_norm(member, x, static_cast<const T*>(weight), result, count, size, decoder.eps);
+      return result;
+    };
+    const auto add = [&](const Weight& weight, const T* rows, const void* norm, T* x, int64_t count) { // to the stream
+      if (!norm) return linear(member, weight, rows, count, x, x, room);
+      linear<T>(member, weight, rows, count, nullptr, normed, room);
+      add_norm(member, normed, static_cast<const T*>(norm), x, count, size, decoder.eps);
+    };
+    T *stream_rows = stream, *attended_rows = attended;
     int64_t num_rows = num_tokens;
-    const auto read = [&](const void* norm) -> const T* { // what a part of a layer reads
-      if (!norm) return x;
-      rms_norm(member, x, static_cast<const T*>(norm), normed, num_rows, size, decoder.eps);
-      return normed;
-    };
-    const auto add = [&](const Weight& weight, const T* rows, const void* norm) { // what a part of a layer adds to the stream
-      if (!norm) return linear(member, weight, rows, num_rows, x, x, room);
-      linear<T>(member, weight, rows, num_rows, nullptr, normed, room);
-      add_norm(member, normed, static_cast<const T*>(norm), x, num_rows, size, decoder.eps);
-    };
     member.share(num_tokens, size, [&](int64_t i) { look_up(decoder, pass.token_ids[i], stream + i * size); });
     for (int64_t i = 0; i < decoder.num_layers; ++i) {
       const DecoderLayer& layer = decoder.layers[i];
-      linear<T>(member, layer.qkv, read(layer.input_norm), num_tokens, nullptr, qkv, room);
-      if (layer.row_norm)
-        norm_rows(member, qkv, qkv_size, static_cast<const T*>(layer.row_norm), q_size, k_size, num_tokens, decoder.eps);
-      rope_and_write_kv(member, qkv, static_cast<const T*>(layer.rope_table), plan.positions, pass.slot_mapping, layer.kv,
-                        static_cast<const T*>(layer.qk_norm), decoder.eps, num_tokens, heads.num_heads, heads.num_kv_heads, heads.head_dim);
+      for_parts(num_tokens, [&](int64_t first, int64_t count) {
+        T* rows = qkv + first * qkv_size;
+        linear<T>(member, layer.qkv, norm(stream + first * size, layer.input_norm, normed, count), count, nullptr, rows, room);
+        if (layer.row_norm)
+          norm_rows(member, rows, qkv_size, static_cast<const T*>(layer.row_norm), q_size, k_size, count, decoder.eps);
+        rope_and_write_kv(member, rows, static_cast<const T*>(layer.rope_table), plan.positions + first, pass.slot_mapping + first, layer.kv,
+                          static_cast<const T*>(layer.qk_norm), decoder.eps, count, heads.num_heads, heads.num_kv_heads, heads.head_dim);
+      });
       tree_attention(member, plan, layer.attention, items, qkv, qkv_size, layer.kv, attended);
       if (i + 1 == decoder.num_layers && pass.num_rows < num_tokens) { // the other rows have written their KV: they are done
         member.share(pass.num_rows, size + q_size, [&](int64_t row) {
           std::memcpy(kept_stream + row * size, stream + pass.rows[row] * size, size * sizeof(T));
           std::memcpy(kept_attended + row * q_size, attended + pass.rows[row] * q_size, q_size * sizeof(T));
         });
-        x = kept_stream, input = kept_attended, num_rows = pass.num_rows;
+        stream_rows = kept_stream, attended_rows = kept_attended, num_rows = pass.num_rows;
       }
-      add(layer.output, input, layer.output_norm);
-      linear<T>(member, layer.gate_up, read(layer.gate_up_norm), num_rows, nullptr, gate_up, room);
-      (decoder.has_gelu ? gate<gelu, T> : gate<silu, T>)(member, gate_up, gated, num_rows, layer.down.num_inputs);
-      add(layer.down, gated, layer.down_norm);
+      for_parts(num_rows, [&](int64_t first, int64_t count) {
+        T* x = stream_rows + first * size;
+        add(layer.output, attended_rows + first * q_size, layer.output_norm, x, count);
+        linear<T>(member, layer.gate_up, norm(x, layer.gate_up_norm, normed, count), count, nullptr, gate_up, room);
+        (decoder.has_gelu ? gate<gelu, T> : gate<silu, T>)(member, gate_up, gated, count, layer.down.num_inputs);
+        add(layer.down, gated, layer.down_norm, x, count);
+      });
     }
-    linear<T>(member, decoder.head, read(decoder.final_norm), num_rows, nullptr, logits, room);
+    linear<T>(member, decoder.head, norm(stream_rows, decoder.final_norm, last_normed, num_rows), num_rows, nullptr, logits, room);
   });
-  give_back(buffer);
+  memory.give_back();
 }
 
 } // namespace

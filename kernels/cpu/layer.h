@@ -114,19 +114,21 @@ void gate(Member& member, const T* gate_up, T* output, int64_t num_rows, int64_t
 
 template <typename T>
 void gated_mlp(Team* team, const Weight& gate_up, const Weight& down, const T* x, int64_t num_rows, T* output) {
-  const int64_t num_room = std::max(linear_lines<T>(gate_up, num_rows), linear_lines<T>(down, num_rows));
-  const int64_t num_wide = num_lines<T>(num_rows * gate_up.num_outputs);
-  static thread_local std::vector<Line> buffer;
-  buffer.resize(num_room + num_wide + num_lines<T>(num_rows * down.num_inputs));
-  Line* room = buffer.data();
+  const int64_t most_rows = std::min(num_rows, kPartRows);
+  const int64_t num_room = std::max(linear_lines<T>(gate_up, most_rows), linear_lines<T>(down, most_rows));
+  const int64_t num_wide = num_lines<T>(most_rows * gate_up.num_outputs);
+  static thread_local Room memory;
+  Line* room = memory.lines(num_room + num_wide + num_lines<T>(most_rows * down.num_inputs));
   T* wide = reinterpret_cast<T*>(room + num_room);
   T* gated = reinterpret_cast<T*>(room + num_room + num_wide);
   team->run([&](Member& member) {
-    linear<T>(member, gate_up, x, num_rows, nullptr, wide, room);
-    gate<silu>(member, wide, gated, num_rows, down.num_inputs);
-    linear<T>(member, down, gated, num_rows, nullptr, output, room);
+    for_parts(num_rows, [&](int64_t first, int64_t count) {
+      linear<T>(member, gate_up, x + first * gate_up.num_inputs, count, nullptr, wide, room);
+      gate<silu>(member, wide, gated, count, down.num_inputs);
+      linear<T>(member, down, gated, count, nullptr, output + first * down.num_outputs, room);
+    });
   });
-  give_back(buffer);
+  memory.give_back();
 }
 
 } // namespace

@@ -7,8 +7,8 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <utility>
-#include <vector>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -138,11 +138,41 @@ struct __attribute__((may_alias, aligned(kLanes * sizeof(float)))) Line {
   float lanes[kLanes];
 };
 
-constexpr size_t kKeptBytes = 64 << 20; // of working memory that a thread keeps for its next call
+// Working memory of a thread, which it keeps for its next call, with whatever is in it.
+class Room {
+public:
+  Line* lines(int64_t count) {
+    if (count > size_) {
+      lines_.reset();
+      lines_.reset(new Line[count]);
+      size_ = count;
+    }
+    return lines_.get();
+  }
 
-// Give working memory back that only long prompts need: each thread that ever led a step would keep it.
-inline void give_back(std::vector<Line>& lines) {
-  if (lines.capacity() * sizeof(Line) > kKeptBytes) std::vector<Line>().swap(lines);
+  // Free it if only long prompts need so much: each thread that ever led a step would keep it.
+  void give_back() {
+    if (size_ * sizeof(Line) <= kKeptBytes) return;
+    lines_.reset();
+    size_ = 0;
+  }
+
+private:
+  static constexpr size_t kKeptBytes = 64 << 20;
+  std::unique_ptr<Line[]> lines_;
+  int64_t size_ = 0;
+};
+
+constexpr int64_t kPartRows = 512; // of a pass that go through a part of a layer at a time: what they leave stays in the caches
+
+// Call work(first, count) for rows in parts of nearly equal size.
+template <typename Work>
+void for_parts(int64_t num_rows, const Work& work) {
+  const int64_t num_parts = (num_rows + kPartRows - 1) / kPartRows;
+  for (int64_t part = 0; part < num_parts; ++part) {
+    const int64_t first = num_rows * part / num_parts;
+    work(first, num_rows * (part + 1) / num_parts - first);
+  }
 }
 
 // Number of lines that hold `count` numbers.
