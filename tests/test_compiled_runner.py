@@ -11,7 +11,7 @@ import torch
 from back_ends import KINDS, make_back_end, make_kernels
 from tiny_models import make_model
 from torch import Tensor
-from twins import BOUNDS, Part, Twins
+from twins import BLOCKS_PER_REQUEST, BOUNDS, NUM_BLOCKS, Part, Twins
 
 from titan.core.batch import QueryRow
 from titan.core.trees import EMPTY_TREE, DraftTree
@@ -83,3 +83,19 @@ def test_passes_do_not_depend_on_the_number_of_threads(tmp_path: Path) -> None:
     for query_lens in ([1], [40, 3, 1, 60], [7] * 6) * 5:
         logits = [forward(twins, twins.parts(query_lens, have_chunks=True)) for twins in (one, three)]
         assert torch.equal(*logits) and torch.equal(one.kvs[1].view(torch.int32), three.kvs[1].view(torch.int32))
+
+
+@pytest.mark.parametrize("query_lens", [[60, 5], [60] * 10])
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("back_end", KINDS)
+def test_parts_of_long_passes_fit_into_the_working_memory(back_end: str, dtype: str, query_lens: list[int], tmp_path: Path) -> None:
+    """Rows of a pass and those of its logits are divided into parts, of which those of fewer rows may be larger."""
+    make_model(tmp_path, num_hidden_layers=1, intermediate_size=2048).bfloat16().save_pretrained(tmp_path)  # packed as pairs
+    twins = make_twins(tmp_path, dtype, back_end)
+    blocks = twins.rng.permutation(NUM_BLOCKS).tolist()
+    rows = []
+    for i, query_len in enumerate(query_lens):
+        of_prompt = range(int(i == 0), query_len - 1)  # all but one
+        table = blocks[i * BLOCKS_PER_REQUEST : (i + 1) * BLOCKS_PER_REQUEST]
+        rows.append(QueryRow(table, 0, twins.tokens(query_len), prompt_logits=of_prompt))
+    twins.run([(row, EMPTY_TREE) for row in rows])

@@ -207,12 +207,10 @@ inline void write_row(const float* sums, int64_t count, const T* bias, const T* 
   narrow_both(x, y, output);
 }
 
-// Number of rows that stay in the L2 cache while they are multiplied with all outputs: parts of equal size.
+// Largest number of rows that stay in the L2 cache while they are multiplied with all outputs.
 template <typename T>
-int64_t cached_rows(int64_t num_rows, int64_t depth) {
-  const int64_t most = std::max<int64_t>(kCachedBytes / (depth * kTerms<T> * sizeof(BFloat16)) / kAmxRows, 1) * kAmxRows;
-  const int64_t num_parts = std::max<int64_t>((num_rows + most - 1) / most, 1);
-  return (num_rows + num_parts - 1) / num_parts;
+int64_t most_cached_rows(int64_t depth) {
+  return std::max<int64_t>(kCachedBytes / (depth * kTerms<T> * sizeof(BFloat16)) / kAmxRows, 1) * kAmxRows;
 }
 
 // Like `multiply_by_tiles`, for rows that stay in the cache.
@@ -267,12 +265,11 @@ void multiply_cached_rows(Member& member, const Weight& weight, const T* x, int6
 // Like `linear` of linear.h, for pairs in so many bits.
 template <int Bits, typename T>
 void multiply_by_tiles(Member& member, const Weight& weight, const T* x, int64_t num_rows, const T* residual, T* output, Line* room) {
-  const int64_t most_rows = cached_rows<T>(num_rows, depth_of(weight));
-  for (int64_t first = 0; first < num_rows; first += most_rows) {
+  for_parts(num_rows, most_cached_rows<T>(depth_of(weight)), [&](int64_t first, int64_t count) {
     const int64_t place = first * weight.num_outputs;
-    multiply_cached_rows<Bits>(member, weight, x + first * weight.num_inputs, std::min(most_rows, num_rows - first),
-                               residual ? residual + place : nullptr, output + place, room);
-  }
+    multiply_cached_rows<Bits>(member, weight, x + first * weight.num_inputs, count, residual ? residual + place : nullptr, output + place,
+                               room);
+  });
 }
 
 #endif

@@ -112,7 +112,7 @@ void forward(const Decoder& decoder, const AttentionPlan& plan, const DecoderPas
     member.share(num_tokens, size, [&](int64_t i) { look_up(decoder, pass.token_ids[i], stream + i * size); });
     for (int64_t i = 0; i < decoder.num_layers; ++i) {
       const DecoderLayer& layer = decoder.layers[i];
-      for_parts(num_tokens, [&](int64_t first, int64_t count) {
+      for_parts(num_tokens, kPartRows, [&](int64_t first, int64_t count) {
         T* rows = qkv + first * qkv_size;
         linear<T>(member, layer.qkv, norm(stream + first * size, layer.input_norm, normed, count), count, nullptr, rows, room);
         if (layer.row_norm)
@@ -128,7 +128,7 @@ void forward(const Decoder& decoder, const AttentionPlan& plan, const DecoderPas
         });
         stream_rows = kept_stream, attended_rows = kept_attended, num_rows = pass.num_rows;
       }
-      for_parts(num_rows, [&](int64_t first, int64_t count) {
+      for_parts(num_rows, kPartRows, [&](int64_t first, int64_t count) {
         T* x = stream_rows + first * size;
         add(layer.output, attended_rows + first * q_size, layer.output_norm, x, count);
         linear<T>(member, layer.gate_up, norm(x, layer.gate_up_norm, normed, count), count, nullptr, gate_up, room);

@@ -14,6 +14,8 @@
 
 namespace {
 
+constexpr int64_t kPartRows = 512; // of a pass that go through a part of a layer at a time: what they leave stays in the caches
+
 template <typename T>
 float inverse_rms(const T* x, int64_t size, float eps) {
   float sum = 0;
@@ -122,7 +124,7 @@ void gated_mlp(Team* team, const Weight& gate_up, const Weight& down, const T* x
   T* wide = reinterpret_cast<T*>(room + num_room);
   T* gated = reinterpret_cast<T*>(room + num_room + num_wide);
   team->run([&](Member& member) {
-    for_parts(num_rows, [&](int64_t first, int64_t count) {
+    for_parts(num_rows, kPartRows, [&](int64_t first, int64_t count) {
       linear<T>(member, gate_up, x + first * gate_up.num_inputs, count, nullptr, wide, room);
       gate<silu>(member, wide, gated, count, down.num_inputs);
       linear<T>(member, down, gated, count, nullptr, output + first * down.num_outputs, room);

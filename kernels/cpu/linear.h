@@ -67,14 +67,14 @@ void multiply_by_vectors(Member& member, const Weight& weight, const X* x, int64
   });
 }
 
-// Number of lines of working memory that `linear` needs.
+// Number of lines of working memory that `linear` needs for so many rows, or fewer.
 template <typename T>
 int64_t linear_lines(const Weight& weight, int64_t num_rows) {
   const bool is_whole = weight.num_inputs == depth_of(weight);
   if (!is_of_pairs(weight)) return 0;
 #ifdef TITAN_HAS_AMX
-  const int64_t depth = depth_of(weight);
-  return std::is_same_v<T, BFloat16> && is_whole ? 0 : num_lines<BFloat16>(cached_rows<T>(num_rows, depth) * depth * kTerms<T>);
+  const int64_t depth = depth_of(weight), most_rows = std::min(num_rows, most_cached_rows<T>(depth));
+  return std::is_same_v<T, BFloat16> && is_whole ? 0 : num_lines<BFloat16>(most_rows * depth * kTerms<T>);
 #else
   return std::is_same_v<T, Row<T>> && is_whole ? 0 : num_lines<Row<T>>(num_rows * depth_of(weight));
 #endif

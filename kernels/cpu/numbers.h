@@ -163,12 +163,10 @@ private:
   int64_t size_ = 0;
 };
 
-constexpr int64_t kPartRows = 512; // of a pass that go through a part of a layer at a time: what they leave stays in the caches
-
 // Call work(first, count) for rows in parts of nearly equal size.
 template <typename Work>
-void for_parts(int64_t num_rows, const Work& work) {
-  const int64_t num_parts = (num_rows + kPartRows - 1) / kPartRows;
+void for_parts(int64_t num_rows, int64_t most_rows, const Work& work) {
+  const int64_t num_parts = (num_rows + most_rows - 1) / most_rows;
   for (int64_t part = 0; part < num_parts; ++part) {
     const int64_t first = num_rows * part / num_parts;
     work(first, num_rows * (part + 1) / num_parts - first);
