@@ -46,7 +46,7 @@ def original_ids(vocabulary: VocabularyMap, token_ids: list[int]) -> list[int]:
     return ids
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # as the zoo, whose target it changes
 def pair(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """The draft "alike" has the target's weights as far as it has its tokens; "tied" has its embedding as its head, in bfloat16.
 
