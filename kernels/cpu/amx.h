@@ -24,12 +24,12 @@ namespace {
 
 constexpr int kTileRows = 16;                // rows of x in a tile, and outputs
 constexpr int kTileInputs = kPairInputs;     // inputs of a tile, in pairs
-constexpr int kAmxRows = 64;                 // rows that are multiplied with a piece of the weights in turn
+constexpr int kMostGroups = 16;              // groups of rows that are multiplied with a piece of the weights in turn
 constexpr int kRowsTogether = 2 * kTileRows; // rows whose sums fit into the tiles
 constexpr int kAmxOutputs = 2 * kBlock;      // outputs whose sums fit, two blocks
-constexpr int64_t kPieceInputs = 96;         // inputs multiplied at a time: their weights stay in the L1 cache for further rows
+constexpr int64_t kPieceInputs = 96;         // most inputs multiplied at a time: their weights stay in the L1 cache for further rows
 constexpr int64_t kCachedBytes = 1 << 20;    // of rows that stay in the L2 cache, of 2 MiB, beside the weights
-constexpr int64_t kLongPieceInputs = 192;    // of more than two groups of rows: each piece loads and stores their sums
+constexpr int64_t kLongPieceInputs = 320;    // of more than two groups of rows: each piece loads and stores their sums
 
 #ifdef TITAN_HAS_AMX
 
@@ -210,13 +210,13 @@ inline void write_row(const float* sums, int64_t count, const T* bias, const T* 
 // Largest number of rows that stay in the L2 cache while they are multiplied with all outputs.
 template <typename T>
 int64_t most_cached_rows(int64_t depth) {
-  return std::max<int64_t>(kCachedBytes / (depth * kTerms<T> * sizeof(BFloat16)) / kAmxRows, 1) * kAmxRows;
+  return std::max<int64_t>(kCachedBytes / (depth * kTerms<T> * sizeof(BFloat16)), 2 * kRowsTogether);
 }
 
 // Like `multiply_by_tiles`, for rows that stay in the cache.
 template <int Bits, typename T>
 void multiply_cached_rows(Member& member, const Weight& weight, const T* x, int64_t num_rows, const T* residual, T* output, Line* room) {
-  constexpr int kMostTogether = kRowsTogether / kTerms<T>, kMostGroups = (kAmxRows + kMostTogether - 1) / kMostTogether;
+  constexpr int kMostTogether = kRowsTogether / kTerms<T>;
   const int64_t depth = depth_of(weight), row_size = kTerms<T> * depth;
   BFloat16* terms = reinterpret_cast<BFloat16*>(room);
   const bool has_terms = std::is_same_v<T, BFloat16> && weight.num_inputs == depth;
@@ -230,7 +230,8 @@ void multiply_cached_rows(Member& member, const Weight& weight, const T* x, int6
   // the next piece of the weights is fetched while all groups multiply this one: memory latency and arithmetic overlap
   const int64_t set_size = std::min<int64_t>(num_groups, kMostGroups);
   const int64_t lines_per_tile = (Strip<Bits>::kTileLines + set_size - 1) / set_size;
-  const int64_t piece = set_size > 2 ? kLongPieceInputs : kPieceInputs;
+  const int64_t most_inputs = set_size > 2 ? kLongPieceInputs : kPieceInputs, num_pieces = (depth + most_inputs - 1) / most_inputs;
+  const int64_t piece = round_up((depth + num_pieces - 1) / num_pieces, kTileInputs);
   // what is decoded stays in the L1 cache, unless it is needed once more
   const int64_t window = set_size < num_groups ? depth : 2 * piece;
   const auto multiply = together * kTerms<T> > kTileRows ? multiply_tiles<true, Bits> : multiply_tiles<false, Bits>;
