@@ -15,6 +15,7 @@
 #include "numbers.h"
 #include "team.h"
 #include "weight.h"
+#include "working_memory.h"
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
 #define TITAN_HAS_AMX 1
@@ -60,7 +61,7 @@ public:
   Strip(const Weight& weight, int64_t index, int64_t window)
       : depth_(depth_of(weight)), window_(window), lines_(static_cast<const Line*>(weight.data) + index * num_strip_lines()) {
     if constexpr (kHasCodes) {
-      static thread_local Room room;
+      static thread_local WorkingMemory room;
       decoded_ = reinterpret_cast<BFloat16*>(room.lines(num_lines<BFloat16>(window * kAmxOutputs)));
     }
   }

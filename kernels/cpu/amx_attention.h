@@ -12,6 +12,7 @@
 #include "amx.h"
 #include "attention_plan.h"
 #include "numbers.h"
+#include "working_memory.h"
 
 namespace {
 

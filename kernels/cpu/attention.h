@@ -16,6 +16,7 @@
 #include "numbers.h"
 #include "product.h"
 #include "team.h"
+#include "working_memory.h"
 
 namespace {
 

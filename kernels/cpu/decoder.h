@@ -9,6 +9,7 @@
 #include "linear.h"
 #include "numbers.h"
 #include "team.h"
+#include "working_memory.h"
 
 extern "C" {
 
@@ -81,7 +82,7 @@ void forward(const Decoder& decoder, const AttentionPlan& plan, const DecoderPas
     for (const Weight* weight : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
       num_room = std::max(num_room, linear_lines<T>(*weight, most_rows));
   }
-  static thread_local Room memory;
+  static thread_local WorkingMemory memory;
   const int64_t per_token = size + qkv_size + q_size, per_row = widest + widest / 2, per_logits = 2 * size + q_size;
   Line* room = memory.lines(num_room + num_lines<T>(num_tokens * per_token + most_rows * (size + per_row) + pass.num_rows * per_logits));
   T* stream = reinterpret_cast<T*>(room + num_room); // the residual stream

@@ -11,6 +11,7 @@
 #include "numbers.h"
 #include "slots.h"
 #include "team.h"
+#include "working_memory.h"
 
 namespace {
 
@@ -119,7 +120,7 @@ void gated_mlp(Team* team, const Weight& gate_up, const Weight& down, const T* x
   const int64_t most_rows = std::min(num_rows, kPartRows);
   const int64_t num_room = std::max(linear_lines<T>(gate_up, most_rows), linear_lines<T>(down, most_rows));
   const int64_t num_wide = num_lines<T>(most_rows * gate_up.num_outputs);
-  static thread_local Room memory;
+  static thread_local WorkingMemory memory;
   Line* room = memory.lines(num_room + num_wide + num_lines<T>(most_rows * down.num_inputs));
   T* wide = reinterpret_cast<T*>(room + num_room);
   T* gated = reinterpret_cast<T*>(room + num_room + num_wide);

@@ -12,6 +12,7 @@
 #include "product.h"
 #include "team.h"
 #include "weight.h"
+#include "working_memory.h"
 
 namespace {
 
