@@ -16,6 +16,7 @@
 #include "product.h"
 #include "team.h"
 #include "weight.h"
+#include "working_memory.h"
 
 #ifdef __AVX512BW__ // AVX2 has too few registers for decoding beside sums
 #define TITAN_HAS_CODES 1
@@ -116,9 +117,17 @@ inline __m512i palette_of(const Codes<Bits>& codes) {
   return _mm512_broadcast_i32x4(load<__m128i>(codes.header().palette));
 }
 
-// Decode the weights of inputs begin .. end - 1 of a block to pairs [(end - begin) / 2, kBlock, 2]; rare ones are 0.0.
-template <int Bits>
-inline void decode_units(const Codes<Bits>& codes, int64_t begin, int64_t end, BFloat16* result) {
+inline void store_pairs(Words pairs, BFloat16* result) { store(pairs, result); }
+
+inline void store_pairs(Words pairs, float* result) {
+  store(load_number<0>(pairs), result);
+  store(load_number<1>(pairs), result + kBlock);
+}
+
+// Decode the weights of inputs begin .. end - 1 of a block to pairs [(end - begin) / 2, kBlock, 2], or to float32
+// [end - begin, kBlock]; rare ones are 0.0.
+template <int Bits, typename T>
+inline void decode_units(const Codes<Bits>& codes, int64_t begin, int64_t end, T* result) {
   const __m512i palette = palette_of(codes);
   for (int64_t input = begin; input < end; input += kUnitInputs) {
     const uint8_t* unit = codes.units() + input / kUnitInputs * codes.kUnitBytes;
@@ -127,8 +136,8 @@ inline void decode_units(const Codes<Bits>& codes, int64_t begin, int64_t end, B
       Words pairs[2];
       decode_half<Bits>(unit, half, palette, pairs);
       // one by one: GCC 12 copies both together over the stack
-      store(pairs[0], result + (input - begin + 4 * half) * kBlock);
-      store(pairs[1], result + (input - begin + 4 * half + 2) * kBlock);
+      store_pairs(pairs[0], result + (input - begin + 4 * half) * kBlock);
+      store_pairs(pairs[1], result + (input - begin + 4 * half + 2) * kBlock);
     }
   }
 }
@@ -171,10 +180,31 @@ template <int M, int B, int Bits, typename X>
     for (int row = 0; row < M; ++row) results[block][row] = sums[block][0][row];
 }
 
-// Multiply x [M, depth], `stride` apart, by B blocks of a weight.
+// Decode some blocks of a weight but for the rare ones.
+template <int Bits, typename X>
+const X* decode_blocks(const Weight& weight, int64_t first, int64_t end, int64_t depth) {
+  static thread_local WorkingMemory memory;
+  X* result = reinterpret_cast<X*>(memory.lines(num_lines<X>((end - first) * kBlock * depth)));
+  for (int64_t block = first; block < end; ++block) {
+    const Codes<Bits> codes(weight.data, block, depth);
+    for (int64_t input = 0; input < depth; input += kPairInputs) {
+      const uint8_t* unit = codes.units() + input / kUnitInputs * codes.kUnitBytes;
+      for (int64_t byte = 0; byte < kPairInputs / kUnitInputs * codes.kUnitBytes; byte += kPartBytes)
+        __builtin_prefetch(unit + kPrefetchBytes + byte, 0, kToL2);
+      decode_units(codes, input, input + kPairInputs, result + ((block - first) * depth + input) * kBlock);
+    }
+  }
+  return result;
+}
+
+// Multiply x [M, depth], `stride` apart, by B blocks of a weight, which may be `decoded`, but for the rare ones.
 template <int M, int B, int Bits, typename X>
-void multiply_codes(const X* x, int64_t stride, const Weight& weight, int64_t block, int64_t depth, Lanes (&sums)[B][M]) {
-  multiply_units<M, B, Bits>(x, stride, Codes<Bits>(weight.data, block, depth).start, depth, sums);
+void multiply_codes(const X* x, int64_t stride, const Weight& weight, int64_t block, const X* decoded, int64_t depth,
+                    Lanes (&sums)[B][M]) {
+  if (decoded)
+    multiply_blocks<M, B>(x, stride, decoded, depth, sums);
+  else
+    multiply_units<M, B, Bits>(x, stride, Codes<Bits>(weight.data, block, depth).start, depth, sums);
   for (int b = 0; b < B; ++b)
     Codes<Bits>(weight.data, block + b, depth).for_each_rare([&](const RareWeight& rare) {
       for (int row = 0; row < M; ++row)

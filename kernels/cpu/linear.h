@@ -24,11 +24,11 @@ constexpr int kBitsOf<Codes<Bits>> = Bits;
 
 // Multiply M rows with B blocks of the weight.
 template <typename T, typename X, typename Packed, int M, int B>
-void multiply_strip(const Weight& weight, const X* x, int64_t stride, int64_t block, const T* residual, T* output) {
+void multiply_strip(const Weight& weight, const X* x, int64_t stride, int64_t block, const X* decoded, const T* residual, T* output) {
   const int64_t depth = depth_of(weight);
   Lanes sums[B * kParts][M];
   if constexpr (kBitsOf<Packed> > 0)
-    multiply_codes<M, B, kBitsOf<Packed>>(x, stride, weight, block, depth, sums);
+    multiply_codes<M, B, kBitsOf<Packed>>(x, stride, weight, block, decoded, depth, sums);
   else
     multiply_blocks<M, B>(x, stride, static_cast<const Packed*>(weight.data) + block * kBlock * depth, depth, sums);
   const T* bias = static_cast<const T*>(weight.bias);
@@ -41,6 +41,9 @@ void multiply_strip(const Weight& weight, const X* x, int64_t stride, int64_t bl
   }
 }
 
+// From so many rows on, decoding a strip once takes less time than for each group of rows, if it then stays in the L2 cache.
+constexpr int64_t kDecodedRows = 64, kDecodedBytes = 1 << 20;
+
 // Number of rows that are multiplied together: groups are of nearly equal size, unless a row alone behind full ones takes more blocks.
 constexpr int64_t group_rows_of(int64_t num_rows) {
   const int64_t num_groups = (num_rows + kMostRows - 1) / kMostRows, last_rows = num_rows - (num_groups - 1) * kMostRows;
@@ -51,16 +54,23 @@ constexpr int64_t group_rows_of(int64_t num_rows) {
 template <typename T, typename X, typename Packed>
 void multiply_by_vectors(Member& member, const Weight& weight, const X* x, int64_t stride, int64_t num_rows, const T* residual, T* output) {
   const int64_t group_rows = group_rows_of(num_rows), most = most_blocks((num_rows - 1) % group_rows + 1);
-  const int64_t num_blocks = (weight.num_outputs + kBlock - 1) / kBlock;
-  member.share((num_blocks + most - 1) / most, num_rows * depth_of(weight) * most, [&](int64_t strip) {
-    const int64_t end = std::min((strip + 1) * most, num_blocks);
+  const int64_t num_blocks = (weight.num_outputs + kBlock - 1) / kBlock, depth = depth_of(weight);
+  member.share((num_blocks + most - 1) / most, num_rows * depth * most, [&](int64_t strip) {
+    const int64_t begin = strip * most, end = std::min(begin + most, num_blocks);
+    const X* decoded = nullptr;
+    if constexpr (kBitsOf<Packed> > 0) {
+      if (num_rows >= kDecodedRows && most * kBlock * depth * int64_t{sizeof(X)} <= kDecodedBytes)
+        decoded = decode_blocks<kBitsOf<Packed>, X>(weight, begin, end, depth);
+    }
     for (int64_t first = 0; first < num_rows; first += group_rows) {
       const int64_t place = first * weight.num_outputs;
       with_constant<kMostRows>(std::min(group_rows, num_rows - first), [&](auto m) {
         const auto multiply = [&](int64_t block, auto b) {
-          multiply_strip<T, X, Packed, m, b>(weight, x + first * stride, stride, block, residual ? residual + place : nullptr, output + place);
+          const X* blocks = decoded ? decoded + (block - begin) * kBlock * depth : nullptr;
+          const T* added = residual ? residual + place : nullptr;
+          multiply_strip<T, X, Packed, m, b>(weight, x + first * stride, stride, block, blocks, added, output + place);
         };
-        int64_t block = strip * most;
+        int64_t block = begin;
         for (; block + most_blocks(m) <= end; block += most_blocks(m)) multiply(block, std::integral_constant<int, most_blocks(m)>{});
         for (; block < end; ++block) multiply(block, std::integral_constant<int, 1>{}); // of the last strip: other numbers take long to compile
       });
