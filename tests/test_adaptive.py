@@ -25,7 +25,7 @@ from stepping import AMPLE, SCARCE, drain, greedy, make_engine, run_all, submit
 from zoo import Zoo, random_prompts
 
 from titan import LLM, SamplingParams
-from titan.adaptive.controller import Controller
+from titan.adaptive.controller import NUM_PLAIN, Controller
 from titan.adaptive.pass_cost import PassCost
 from titan.core.draft_history import AcceptanceCounts
 from titan.core.growth import BeamSpec, Feed
@@ -199,7 +199,7 @@ def test_off_is_an_engine_without_a_draft_but_for_probes(
 def test_drafting_comes_back_when_it_pays_and_catches_up(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row beyond eight costs as much as eight: eight requests and more have no room for drafts, two have."""
     Machine(monkeypatch, target=lambda rows: 1.0 + max(0.0, rows - 8))
-    engine, limits = adaptive_engine(zoo, "llama", **AMPLE), [20] * 8 + [70] * 2
+    engine, limits = adaptive_engine(zoo, "llama", **AMPLE), [20] * 8 + [80] * 2
     seen, coverage, sizes = Counter[tuple[int, str]](), dict[int, float | None](), list[int]()
     engine.observers.append(lambda _, acceptance: sizes.append(acceptance.trees.num_nodes))
 
@@ -241,6 +241,22 @@ def test_decisions_are_repeated_only_for_requests_that_may_draft_as_much(
     params = [SamplingParams(temperature=temperature, max_tokens=limit, ignore_eos=True) for limit in limits]
     output = run_all(engine, [prompt[:9] for prompt in PROMPTS[:3]], params)
     assert [*map(len, output)] == limits and found[True] > 3 and found[False]
+
+
+def test_there_is_room_for_drafts_after_plain_steps(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that are plain to show what they cost come in groups of as many as were meant."""
+    Machine(monkeypatch, {0: 0.01})
+    monkeypatch.setattr("titan.adaptive.controller.PLAIN_STEPS", 0.2)  # if drafting gains much: some four steps
+    engine, groups = adaptive_engine(zoo, "llama~", **AMPLE), [0]
+
+    def look(_: int) -> None:
+        if engine.adaptive is not None and engine.adaptive.controller.optimum.drafts:
+            is_drafting = engine.adaptive._decision.drafts
+            groups[-1] += not is_drafting
+            groups.extend([0] * (is_drafting and groups[-1] > 0))
+
+    run_all(engine, [prompt[:9] for prompt in PROMPTS[:3]], [greedy(80, ignore_eos=True)] * 3, before_step=look)
+    assert len(groups) > 2 and {*groups[1:-1]} == {NUM_PLAIN}
 
 
 def test_a_large_cap_crowds_nobody_out(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,9 +388,9 @@ def test_for_latency_tokens_count_the_more_the_fewer_there_are(zoo: Zoo, target:
     Machine(monkeypatch)
     choose, weights = Controller.choose, list[tuple[float, ...]]()
 
-    def recorded(controller: Controller, load: Any) -> Any:
+    def recorded(controller: Controller, load: Any, **options: Any) -> Any:
         weights.append(tuple(each.weight for each in load.candidates))
-        return choose(controller, load)
+        return choose(controller, load, **options)
 
     monkeypatch.setattr(Controller, "choose", recorded)
     engine = adaptive_engine(zoo, "llama", speculation_target=target, **AMPLE)

@@ -230,7 +230,8 @@ def test_optimum_is_that_of_all_settings(seed: int) -> None:
     weights = rng.uniform(0.5, 1.5, 3)
     controller = controller_of(DEMO)
     costs = controller.costs
-    costs.host.note(3, 0, 3e-4)
+    for num_drafting in (0, 3):
+        costs.host.note(3, num_drafting, 3e-4)
     load = Load(
         [
             Candidate(AcceptanceCounts(), int(m), int(owed), 256, True, float(w))
@@ -375,17 +376,18 @@ def test_comparisons_are_fewer_where_they_take_long_and_there_is_evidence(second
 def test_an_optimum_stands_for_as_many_steps_that_draft_if_there_is_no_room_in_the_first() -> None:
     """The first drafts of all may be held up, which those behind them show; reviews do not say what drafting costs the host."""
     num_steps = Counter[bool]()
-    for postpones in (False, True):
-        controller, load, drafting = drafting_controller()
+    for has_room in (False, True):
+        controller, (load, drafting, plain) = controller_of(BIG), four_requests()
+        controller.fleet.num_drafts = 20.0
+        while not controller.optimum.drafts:
+            is_drafting = controller.choose(load, has_room=has_room).drafts
+            controller.observe(drafting if is_drafting else plain)
+        assert is_drafting == has_room
         optimum = controller.optimum
-        if postpones:
-            assert not controller.postpone().drafts
-            controller.observe(four_requests()[2])
-            controller.choose(load)
         while controller.optimum is optimum:
-            num_steps[postpones] += 1
-            controller.observe(drafting)
-            controller.choose(load)
+            num_steps[has_room] += is_drafting
+            is_drafting = controller.choose(load).drafts
+            controller.observe(drafting if is_drafting else plain)
     assert num_steps[True] == num_steps[False] > 1
 
 

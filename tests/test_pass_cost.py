@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from titan.adaptive.costs import COLD_STEPS, FIRST_DRAFT, Costs
-from titan.adaptive.host_time import HostTime
+from titan.adaptive.costs import FIRST_DRAFT, Costs
+from titan.adaptive.host_time import COLD_STEPS, FIRST_MORE, FIRST_STEPS, HostTime
 from titan.adaptive.load import Candidate, Load, Outcome
 from titan.adaptive.pace import Pace, StepLoad
 from titan.adaptive.pass_cost import FOLLOWED, PassCost
@@ -21,6 +21,10 @@ def cost(**options: bool) -> PassCost:
 @pytest.mark.parametrize(("rows", "context", "seconds"), [(1, 0, 1.0), (3, 0, 1.25), (16, 100, 3.3), (24, 0, 4.4), (6, 50, 1.75)])
 def test_curve_is_linear_between_and_beyond_sizes(rows: int, context: int, seconds: float) -> None:
     assert cost().predict(rows, context) == pytest.approx(seconds)
+
+
+def test_curve_that_ends_flat_rises_beyond_as_it_did_on_average() -> None:
+    assert PassCost((1, 3, 5), (1.0, 2.0, 2.0)).predict(9, 0) == 3.0
 
 
 def test_padded_sizes_and_a_measurement_that_fell() -> None:
@@ -154,10 +158,10 @@ def test_host_time_that_was_none_is_followed() -> None:
 
 def test_host_takes_the_lesser_of_the_first_steps_and_clips_later_ones() -> None:
     host = HostTime()
-    for seconds in (9.0, 1.0):
-        assert not host.knows(3)
+    for count, seconds in enumerate((9.0, 2.0, 1.0, 3.0)):
+        assert host.knows(3) == (count >= FIRST_STEPS)
         host.note(3, 0, seconds)
-    assert host.knows(2) and host.predict(3) == host.predict(3, 3) == 1.0  # nothing has drafted yet
+    assert host.predict(3) == 1.0 and host.predict(3, 3) == 1.0 + FIRST_MORE  # nothing has drafted yet
     host.note(3, 0, 100.0)
     assert host.predict(3) == 1.125
 

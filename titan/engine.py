@@ -546,6 +546,8 @@ def _only_the_drafts(_: Sequence[Request], budgets: Sequence[int]) -> Sequence[i
 
 def _lookahead_of(drafter: CachingDrafter) -> Lookahead:
     def lookahead(requests: Sequence[Request], budgets: Sequence[int]) -> Sequence[int]:
+        if not any(budgets):
+            return budgets
         rows = zip(requests, budgets, strict=True)
         return answer_of(drafter, lambda: [drafter.lookahead(*row) if row[1] else 0 for row in rows], budgets)
 

@@ -131,7 +131,7 @@ class Controller:
     def repeats(self) -> bool:
         """Begin a step of the requests of the last one, one token each; return whether they draft as in that. Else `rest`."""
         may_repeat, self._may_repeat = self._may_repeat, False
-        if not may_repeat or self._probes.is_due or self._standing.num_left <= 1:
+        if not may_repeat or self._probes.is_due or self._standing.num_left <= 0:
             return False
         self._standing.num_left, self._num_drafting = self._standing.num_left - 1, self._num_drafting + 1
         self._has_compared = False
@@ -163,8 +163,13 @@ class Controller:
             most = max(0, min(REST_STEPS - 1, self._standing.num_left))
             self._num_dozing, self._rest_seconds = self._probes.num_steps_until_due(plain_seconds, most), plain_seconds
 
-    def choose(self, load: Load) -> Decision:
-        """Decide what the candidates of a step draft."""
+    def choose(self, load: Load, *, has_room: bool = True) -> Decision:
+        """Decide what the candidates of a step draft.
+
+        Args:
+            load: of the step.
+            has_room: whether room is reserved for drafts; without it, nothing is drafted in this step.
+        """
         self._load = load
         if self._num_rested:
             for each in load.candidates:
@@ -172,26 +177,19 @@ class Controller:
             self.fleet.fade(IDLE_FADE**self._num_rested, LEAST_DRAFTS)
             self.drafting_yield.fade(YIELD_FADE**self._num_rested)
             self._num_rested = 0
-        self._decision = self._decide(load)
+        self._decision = self._decide(load, has_room)
         return self._decision
 
-    def postpone(self) -> Decision:
-        """Return a decision to draft nothing in this step after all, which is none of those for which an optimum stands."""
-        self._standing.num_left += 1
-        self._decision = _nothing(self._load)
-        return self._decision
-
-    def _decide(self, load: Load) -> Decision:
+    def _decide(self, load: Load, has_room: bool) -> Decision:
         n, self._has_compared = len(load.candidates), False
         if not n or not self.costs.host.knows(n):  # a plain step shows what it costs to draft
             return _nothing(load)
-        self._standing.num_left -= 1
         self._has_compared = self._standing.num_left <= 0
         if self._has_compared:
             self._compare(load)
-        num_nodes = [min(count, each.max_nodes) for count, each in zip(self.optimum.num_nodes, load.candidates, strict=True)]
-        if self.optimum.drafts and self._is_plain_due():
+        if self.optimum.drafts and (not has_room or self._is_plain_due()):  # none of the steps for which it stands
             return _nothing(load)
+        num_nodes = [min(count, each.max_nodes) for count, each in zip(self.optimum.num_nodes, load.candidates, strict=True)]
         self._delay(load, num_nodes)
         worths = [
             worth if count and each.stops_early else None
@@ -200,6 +198,9 @@ class Controller:
         acceptance = self._estimates.means
         probed = self._probes.choose(load, self.costs, num_nodes, acceptance, self._hoped)
         reviewed = [i for i in probed if load.candidates[i].num_reviewable is not None]
+        if not has_room and len(reviewed) < len(probed):
+            return _nothing(load)
+        self._standing.num_left -= 1
         for i in probed:
             num_nodes[i] = int(i not in reviewed)
         self._before = [self._showing(load.candidates[i].counts) for i in probed]

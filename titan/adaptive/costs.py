@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from titan.adaptive.host_time import HostTime
+from titan.adaptive.host_time import COLD_STEPS, HostTime
 from titan.adaptive.load import Load, Outcome
 from titan.adaptive.pass_cost import PassCost
 
-COLD, COLD_STEPS = 1.3, 4
-"""How many times as long the first steps with, or without, drafts may take, because of cold caches; and how many these are."""
+COLD = 1.3
+"""How many times as long the first steps with, or without, drafts may take, because of cold caches."""
 
 FIRST_DRAFT = 1.5
 """How many times as much of the host's time the first drafts of all take as later ones."""
@@ -118,11 +118,11 @@ class Costs:
         return num_before < COLD_STEPS
 
     def _note_host(self, num_requests: int, num_drafting: int, seconds: float, is_cold: bool) -> None:
-        expected = self.host.predict(num_requests, num_drafting)
         if num_drafting and not self.host.has_drafted:  # it may be the only one for long
-            seconds = expected + (seconds - expected) / FIRST_DRAFT
+            plain = self.host.predict(num_requests)
+            seconds = plain + (seconds - plain) / FIRST_DRAFT
         elif is_cold and self.host.knows(num_requests, num_drafting):
-            seconds = _warm(seconds, expected)
+            seconds = _warm(seconds, self.host.predict(num_requests, num_drafting))
         self.host.note(num_requests, num_drafting, seconds)
 
     def _note_together(

@@ -7,8 +7,11 @@ from collections import Counter
 SHORTER_RATE, LONGER_RATE = 1 / 4, 1 / 8
 """Weights of a step's host time that is shorter or longer than expected: anything may hold it up, and nothing makes it shorter."""
 
-FIRST_STEPS = 2
-"""Steps of a kind after which their host's time counts as known."""
+FIRST_STEPS, COLD_STEPS = 2, 4
+"""Steps of a kind after which their host's time counts as known, and which find cold caches: the shortest of them counts."""
+
+FIRST_MORE = 1 / 2
+"""How much more of the host drafting is taken to need until it was seen, as a share of what as many requests need without."""
 
 
 class HostTime:
@@ -35,7 +38,10 @@ class HostTime:
 
     def predict(self, num_requests: int, num_drafting: int = 0) -> float:
         """Return the expected seconds."""
-        return self._plain.predict(num_requests) + (self._more.predict(num_drafting) if num_drafting else 0.0)
+        plain = self._plain.predict(num_requests)
+        if not num_drafting:
+            return plain
+        return plain + (self._more.predict(num_drafting) if self.has_drafted else FIRST_MORE * self._plain.predict(num_drafting))
 
 
 class _ByCount:
@@ -50,7 +56,7 @@ class _ByCount:
         before = self._seconds.get(octave, seconds)
         self._num_seen[octave] += 1
         rate = SHORTER_RATE if seconds < before else LONGER_RATE
-        if self._num_seen[octave] <= FIRST_STEPS:
+        if self._num_seen[octave] <= COLD_STEPS:
             rate = float(seconds < before)
         most = 2 * before or seconds  # nothing is more than twice as much of a time, but anything may be of none
         self._seconds[octave] = before + rate * (min(seconds, most) - before)

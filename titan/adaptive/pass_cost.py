@@ -52,12 +52,12 @@ class Belief:
 class PassCost:
     """Seconds of a model's passes.
 
-    The curve over rows is linear between measured sizes, goes on as between the last two, and never falls. What passes take
-    compared with the curve is followed, as a sum of logarithms: a pace, an error of the curve for each power of two of rows, which
-    is interpolated between them, and one for passes with, and for those without, another model's passes between them, which leave
-    nothing in the caches. An observation moves each of the three as far as it is uncertain (Kalman, "A new approach to linear
-    filtering and prediction problems", 1960, without covariances), so that the machine's moods change all times alike. Context
-    costs the same for each token whose KV is read.
+    The curve over rows is linear between measured sizes, never falls, and goes on as between the last two, or as it rises on
+    average, if that is more. What passes take compared with the curve is followed, as a sum of logarithms: a pace, an error of the
+    curve for each power of two of rows, which is interpolated between them, and one for passes with, and for those without,
+    another model's passes between them, which leave nothing in the caches. An observation moves each of the three as far as it is
+    uncertain (Kalman, "A new approach to linear filtering and prediction problems", 1960, without covariances), so that the
+    machine's moods change all times alike. Context costs the same for each token whose KV is read.
 
     Args:
         sizes: numbers of rows that were measured, ascending, at least one.
@@ -141,6 +141,9 @@ class PassCost:
         last = bisect_left(sizes, num_rows)
         if self.is_padded and last < len(sizes):
             return seconds[last]
-        last = min(max(last, 1), len(sizes) - 1)
+        if last == len(sizes):
+            slope = max((seconds[-1] - seconds[i]) / (sizes[-1] - sizes[i]) for i in (0, -2))
+            return seconds[-1] + slope * (num_rows - sizes[-1])
+        last = max(last, 1)
         share = (num_rows - sizes[last - 1]) / (sizes[last] - sizes[last - 1])
         return seconds[last - 1] + max(share, 0.0) * (seconds[last] - seconds[last - 1])

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import cbrt, inf
 
-from titan.adaptive.costs import COLD_STEPS, Costs
+from titan.adaptive.costs import Costs
+from titan.adaptive.host_time import COLD_STEPS
 from titan.adaptive.load import Candidate, Load
 
 PROBE_SHARE = 0.0125

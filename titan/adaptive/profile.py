@@ -64,7 +64,7 @@ def measure(subjects: Sequence[Subject], backend: Backend, extent: Extent) -> li
     curves = [_Curve(subject, backend, extent) for subject in subjects]
     with torch.inference_mode():
         for curve in curves:
-            curve.explore(MAX_SECONDS / NUM_ROUNDS / len(curves))
+            curve.explore(MAX_SECONDS * 2 / (NUM_ROUNDS + 1) / len(curves))  # twice there, once in each of the other rounds
         for _ in range(NUM_ROUNDS - 1):
             for curve in curves:
                 curve.repeat()

@@ -79,12 +79,11 @@ class AdaptiveSpeculation:
                 plan.draft_budgets[i] = 0
             return
         self._load = Load([self._candidate(plan.requests[i]) for i in rows], num_rows, num_context)
-        decision = self.controller.choose(self._load)
+        self._decision = decision = self.controller.choose(self._load, has_room=self.num_reserved > 0)
+        optimum = self.controller.optimum
+        self.num_reserved = min(self.max_nodes, RESERVED_NODES * max(optimum.num_nodes, default=0))
         if any(each.max_nodes for each in self._load.candidates):
-            self._shown = decision, self.controller.optimum
-        expected = 0 if decision.is_probe else max(decision.num_nodes, default=0)
-        has_room, self.num_reserved = self.num_reserved > 0, min(self.max_nodes, RESERVED_NODES * expected)
-        self._decision = decision = decision if has_room or not decision.drafts else self.controller.postpone()
+            self._shown = decision, optimum
         self._apply(plan)
         plan.reviews = [rows[i] for i in decision.reviewed]
 
