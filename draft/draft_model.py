@@ -136,21 +136,21 @@ class DraftModelDrafter:
 
     def _budget(self, request: Request, budget: int) -> int:
         """Return the draft budget of a request, lowered to what the draft's own context length leaves."""
-        num_left = self.max_len - request.num_tokens
+        num_left = self.max_len - len(request.token_ids)
         return budget if budget <= num_left else max(0, num_left)
 
     def _feeds(self, plan: StepPlan) -> list[Feed]:
         """Return the feeds of a step: the committed tokens that the draft lacks, first come, first served."""
-        left = self.max_num_batched_tokens
+        left, table = self.max_num_batched_tokens, plan.block_table
         feeds = []
-        for i, request in enumerate(plan.requests):
+        for i, (request, num_tokens) in enumerate(zip(plan.requests, plan.num_tokens, strict=True)):
             budget, start = self._budget(request, plan.draft_budgets[i]), request.num_drafted_context
-            is_wanted = request.params.use_speculative and plan.feeds_draft(i) and (budget > 0 or not plan.reaches_root(i))
-            end = min(request.num_computed_tokens + plan.num_tokens[i], self.max_len, start + left)
+            is_wanted = request.params.use_speculative and (budget > 0 or (plan.feeds_draft(i) and not plan.reaches_root(i)))
+            end = min(request.num_computed_tokens + num_tokens, self.max_len, start + left)
             if is_wanted and end > start:
-                grows = budget > 0 and end == request.num_tokens
+                grows = budget > 0 and end == len(request.token_ids)
                 spec = self.policy.spec(request, budget, plan.num_slots[i], plan.worths.get(i)) if grows else None
-                feeds.append(Feed(i, request.block_ids, start, self._known(request.token_ids[start:end]), spec))
+                feeds.append(Feed(i, request.block_ids, start, self._known(request.token_ids[start:end]), spec, table))
                 left -= end - start
         return feeds
 

@@ -106,7 +106,7 @@ def _at_temperature(logprobs: Sequence[float], ratio: float) -> list[float]:
 def _counts(request: Request, fleet: AcceptanceCounts) -> tuple[AcceptanceCounts, ...]:
     """Return the counts that a request's drafts are noted in: those of all only if the draft sees its options."""
     own = request.draft_history.acceptance
-    return (own,) if request.params.has_transforms else (own, fleet)
+    return (own,) if request.has_transforms else (own, fleet)
 
 
 def _note_children(history: DraftHistory, parents: list[int], path: list[int]) -> None:
@@ -126,15 +126,18 @@ def _note_first_children(
     is_sure: bool,
 ) -> None:
     """Record whether the first, most likely child of each node that verification reached was accepted."""
-    start, score = score_temperature(request), 0.0
+    surprises, score = list[float](), 0.0
     for node, child in zip([-1, *path], [*path, -1], strict=True):
-        if node not in parents:
-            return
-        first = parents.index(node)
-        probability, is_accepted = 1.0, first == child
+        try:
+            first = parents.index(node)
+        except ValueError:  # a leaf
+            break
+        confidence, is_accepted = 1.0, first == child
         if scores is not None:
-            logprob = scores[first] - score
-            request.draft_history.note_surprise(start, is_accepted - exp(logprob))
-            probability, score = 1.0 if is_sure else exp(logprob), scores[child]
+            confidence = exp(scores[first] - score)
+            surprises.append(is_accepted - confidence)
+            score = scores[child]
         for each in counts:
-            each.note(probability, is_accepted)
+            each.note(1.0 if is_sure else confidence, is_accepted)
+    if surprises:
+        request.draft_history.note_surprises(score_temperature(request), surprises)

@@ -110,13 +110,7 @@ class DraftPolicy:
 
     def lookahead(self, request: Request, budget: int) -> int:
         """Return the number of slots after the root that a request's tree grows best with; more than the budget for a beam."""
-        if (
-            budget == 0
-            or self.fixed_shape is not None
-            or self._is_chain(budget)
-            or self._is_narrow(budget)
-            or self.is_sampled(request)
-        ):
+        if budget <= 1 or self.fixed_shape is not None or self._is_narrow(budget) or self.is_sampled(request):
             return budget
         return max(budget, self._beam(request, budget).num_slots)
 

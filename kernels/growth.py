@@ -25,9 +25,8 @@ from titan.core.arrays import Ints
 from titan.core.batch import (
     AttentionLayout,
     NodeQueries,
-    QueryRow,
     RaggedBatch,
-    build_batch,
+    join_rows,
     pad_block_tables,
     physical_slots,
     prefix_sums,
@@ -119,8 +118,12 @@ class TimedPasses:
 
 def root_batch(feeds: Sequence[Feed], block_size: int) -> RaggedBatch:
     """Return the pass that feeds committed tokens; it has logits of the last token of each feed with a spec."""
-    rows = [QueryRow(feed.block_ids, feed.start, feed.token_ids, feed.spec is not None) for feed in feeds]
-    return build_batch(rows, block_size=block_size)
+    rows, block_tables, starts, row_tokens, specs, (of_plan, *_) = zip(*feeds, strict=True)
+    if of_plan is None:
+        table = pad_block_tables(block_tables)
+    else:  # the same array where these are all rows, so that it is uploaded once
+        table = of_plan if rows == (*range(len(of_plan)),) else of_plan[list(rows)]
+    return join_rows(table, starts, row_tokens, [spec is not None for spec in specs], block_size=block_size)
 
 
 class BeamGrowth:

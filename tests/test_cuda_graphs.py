@@ -72,7 +72,7 @@ def test_a_size_has_as_many_tokens_per_request_as_are_needed_unless_they_are_fre
 # uploading
 
 
-def test_arrays_go_there_as_aligned_copies_to_the_same_places_and_come_back_as_they_were() -> None:
+def test_arrays_go_there_as_aligned_copies_and_come_back_as_they_were() -> None:
     arrays = [
         np.arange(5),
         np.array([[1, 2, 3]], np.int32),
@@ -80,15 +80,11 @@ def test_arrays_go_there_as_aligned_copies_to_the_same_places_and_come_back_as_t
         np.array([0.5, -np.inf]),
         np.array([2**40]),
     ]
-    num_bytes = sum(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)
-    memory = torch.full((num_bytes + 7,), 255, dtype=torch.uint8)
-    for into in (None, memory, memory):
-        tensors = upload(arrays, torch.device("cpu"), into=into)
-        assert all((tensor.data_ptr() - tensors[0].data_ptr()) % ALIGNMENT == 0 for tensor in tensors)
-        for array, tensor, back in zip(arrays, tensors, download(tensors), strict=True):
-            assert tensor.tolist() == back.tolist() == array.tolist()
-            assert tensor.numpy().dtype == back.dtype == array.dtype and tensor.shape == back.shape == array.shape
-    assert tensors[0].data_ptr() == memory.data_ptr() and (memory[-7:] == 255).all()
+    tensors = upload(arrays, torch.device("cpu"))
+    assert all((tensor.data_ptr() - tensors[0].data_ptr()) % ALIGNMENT == 0 for tensor in tensors)
+    for array, tensor, back in zip(arrays, tensors, download(tensors), strict=True):
+        assert tensor.tolist() == back.tolist() == array.tolist()
+        assert tensor.numpy().dtype == back.dtype == array.dtype and tensor.shape == back.shape == array.shape
 
 
 # captures

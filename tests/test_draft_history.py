@@ -28,7 +28,7 @@ def test_the_temperature_makes_the_drafts_probability_the_acceptance(margin: flo
     probabilities = []
     for _ in range(600):
         probability = 1 / (1 + np.exp(-margin / (history.temperature or 1.0)))
-        history.note_surprise(1.0, bool(rng.random() < acceptance) - probability)
+        history.note_surprises(1.0, [bool(rng.random() < acceptance) - probability])
         probabilities.append(probability)
     ideal = 1 / (1 + np.exp(-margin / min(max(margin / np.log(acceptance / (1 - acceptance) + 1e-9), 0.02), 2.0)))
     assert np.mean(probabilities[200:]) == pytest.approx(ideal, abs=0.06)

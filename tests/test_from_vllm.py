@@ -87,7 +87,7 @@ def test_a_typical_script_runs_after_changing_its_import_alone(model: str, zoo: 
     config = names["llm"].engine.config
     assert (config.schedule.max_batch_size, config.memory.memory_utilization) == (16, 0.9)
     assert (config.model.dtype, config.model.max_model_len, config.speculation.max_draft_tokens) == ("bfloat16", 200, 4)
-    assert "llama~" in names["llm"].metrics().draft and names["llm"].metrics().proposed_per_depth[0] > 0
+    assert "llama~" in names["llm"].metrics().draft
     assert [len(output.outputs) for output in names["outputs"]] == [2, 2, 2]
     assert capsys.readouterr().out.count(" -> ") == 6
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from math import isnan
 
 import numpy as np
@@ -50,15 +49,15 @@ def launch(backend: Backend, plan: StepPlan, trees: DraftTrees, start_loc: Ints,
         start_loc: [rows of the plan + 1], prefix sums of the rows of logits.
         logits: [L, vocab], rows of a request in order: root, then nodes.
     """
-    counts = [end - first for first, end in pairwise(start_loc.tolist())]
-    reached = [i for i, count in enumerate(counts) if count]
-    rows = np.array(reached, np.int64)
-    if not reached:
+    counts = start_loc[1:] - start_loc[:-1]
+    rows = np.flatnonzero(counts)
+    if not len(rows):
         return Launched(plan, trees, None, start_loc, logits, logits, rows, None, {})
     host_trees, used, errors = None, logits, dict[int, str]()
-    looking = [counts[i] for i in reached if looks_at_prefix(plan.requests[i])]
+    reached = rows.tolist()
+    looking = [i for i in reached if looks_at_prefix(plan.requests[i])]
     if looking:
-        host_trees = trees.on_host(backend.download(trees.nodes)) if max(looking) > 1 else None
+        host_trees = trees.on_host(backend.download(trees.nodes)) if counts[looking].max() > 1 else None
         used, errors = transform_rows(logits, plan.requests, host_trees, start_loc, backend.upload)
     requests = [plan.requests[i] for i in reached]
     sampling = SamplingRows.of((request.params, request.seed, request.num_tokens) for request in requests)
@@ -85,8 +84,9 @@ def collect(backend: Backend, launched: Launched) -> Acceptance:
     if verified is not None:
         token_ids, first_nodes = trees.nodes.token_ids.tolist(), trees.start_loc.tolist()
         rows = launched.rows.tolist()
-        for i, path, final_token in zip(rows, fetched[0].tolist(), fetched[1].tolist(), strict=True):
-            path = acceptance.paths[i] = [node for node in path if node >= 0]
+        lengths = (fetched[0] >= 0).sum(1).tolist()
+        for i, nodes, length, final_token in zip(rows, fetched[0].tolist(), lengths, fetched[1].tolist(), strict=True):
+            path = acceptance.paths[i] = nodes[:length]
             acceptance.token_ids[i] = [token_ids[first_nodes[i] + node] for node in path]
             if final_token >= 0:
                 acceptance.token_ids[i].append(final_token)

@@ -17,7 +17,7 @@ from titan.sample.logits import TransformedRows, TransformResult, transform_logi
 
 def looks_at_prefix(request: Request) -> bool:
     """Whether the options of a request look at drafted prefixes in this step."""
-    return request.params.has_transforms or _holds_stops_back(request)
+    return request.has_transforms or _holds_stops_back(request)
 
 
 def transform_rows(
@@ -38,7 +38,7 @@ def transform_rows(
         if first == end or not looks_at_prefix(request):
             continue
         tree = EMPTY_TREE if trees is None else trees[i]
-        if request.params.has_transforms:
+        if request.has_transforms:
             paths, output = _paths(tree, first), request.output_token_ids
             transforms.append(TransformedRows(request.params, request.prompt_token_ids, output, paths))
             for row, path in paths.items() if request.bad_word_ids else ():

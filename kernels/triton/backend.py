@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from titan.core.kv_tensor import KVTensor
+from titan.core.limits import MAX_NODES
 from titan.kernels.interfaces import CacheOps, LayerOps, PassCounts, PassLimits, Runner, SamplingOps, TreeOps, WarmUp
 from titan.kernels.torch.cache import TorchCache
 from titan.kernels.torch.layers import TorchOps
@@ -21,6 +22,7 @@ from titan.kernels.triton.attention_plan import BLOCK_SIZES, MAX_REQUESTS
 from titan.kernels.triton.cache import CudaCache
 from titan.kernels.triton.cuda_graphs import Capture, cuda_graph_capture
 from titan.kernels.triton.layers import TritonOps
+from titan.kernels.triton.pass_inputs import BlockTables
 from titan.kernels.triton.runner import TritonRunner
 from titan.kernels.triton.sampling import TritonSampling
 from titan.kernels.triton.tree_select import CANDIDATES
@@ -60,6 +62,7 @@ class TritonBackend:
     def __init__(self, device: torch.device, capture: Callable[[], Capture] = cuda_graph_capture) -> None:
         self.device = device
         self._capture = capture
+        self._tables: dict[tuple[int, int], BlockTables] = {}  # by shape: those of target and draft are the same
         sampling = TritonSampling(self.upload)
         self.cache: CacheOps = CudaCache(self.upload, device) if device.type == "cuda" else TorchCache(self.upload)
         self.sampling: SamplingOps = sampling
@@ -85,9 +88,13 @@ class TritonBackend:
         return TritonOps(self.device) if traits <= TRAITS else TorchOps(self.device)
 
     def prepare(self, model: Any, kv: KVTensor, limits: PassLimits, counts: PassCounts) -> Runner:
-        if model.config.traits <= TRAITS:
-            return TritonRunner(self, model, kv, limits, counts, self._capture())
-        return TorchRunner(self, model, kv)
+        if not model.config.traits <= TRAITS:
+            return TorchRunner(self, model, kv)
+        num_blocks = limits.num_blocks + -(-MAX_NODES // kv.block_size)  # a beam writes more nodes than a request may keep
+        shape = limits.num_requests, num_blocks
+        if shape not in self._tables:
+            self._tables[shape] = BlockTables(*shape, self.device)
+        return TritonRunner(self, model, kv, limits, self._tables[shape], counts, self._capture())
 
     def free_memory(self) -> int:
         """See `titan.kernels.interfaces.Backend`; what PyTorch holds in reserve for later allocations counts as free."""

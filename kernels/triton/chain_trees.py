@@ -9,6 +9,7 @@ Legend: n chains; k children of each node that is fed; D depths of the deepest t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,18 +36,26 @@ class Chains(NamedTuple):
     num_children: int  # k
 
     @classmethod
-    def of(cls, feeds: Sequence[Feed]) -> Chains:
-        """Collect the chains of feeds with a spec."""
+    def of(cls, feeds: Sequence[Feed], roots: Ints) -> Chains:
+        """Collect the chains of feeds with a spec, whose roots have these positions."""
         specs = [feed.spec for feed in feeds if feed.spec is not None]
+        beams = [spec if isinstance(spec, BeamSpec) else _as_beam(spec.num_nodes) for spec in specs]
+        max_nodes, depths, _, num_children, temperatures, _ = zip(*beams, strict=True)
         return cls(
             rows=np.array([feed.row for feed in feeds]),
-            roots=np.array([feed.root for feed in feeds]),
-            num_fed=np.array([spec.num_slots for spec in specs]),
-            num_nodes=np.array([spec.num_nodes for spec in specs]),
+            roots=roots,
+            num_fed=np.array(depths) - 1,
+            num_nodes=np.minimum(max_nodes, np.array(num_children) * depths),
             is_greedy=np.array([isinstance(spec, ShapeSpec) for spec in specs]),
-            temperatures=np.array([spec.temperature if isinstance(spec, BeamSpec) else 1 for spec in specs], np.float32),
-            num_children=max(map(children_per_node, specs)),
+            temperatures=np.array(temperatures, np.float32),
+            num_children=max(num_children),
         )
+
+
+@cache
+def _as_beam(num_nodes: int) -> BeamSpec:
+    """Return the beam that has the places of a greedy chain."""
+    return BeamSpec(num_nodes, num_nodes, 1, 1, 1.0)
 
 
 def children_per_node(spec: GrowthSpec) -> int:
@@ -87,19 +96,24 @@ def greedy_trees(chains: Chains, num_rows: int, drafted: Tensor, columns: Sequen
     return DraftTrees(prefix_sums(counts), counts > 0, nothing, nothing, nodes)
 
 
-def child_columns(chains: Chains) -> list[NDArray[Any]]:
+def child_columns(chains: Chains) -> Sequence[NDArray[Any]]:
     """Return what the host knows of the children of all nodes that are fed, and of the roots.
 
     These are, as in `Candidates`, parent slots and slots; and whether there is no such child in the tree: [n, D * k] each. The
     last is whether the tree is a greedy chain, [n, 1].
     """
-    n, k = len(chains.rows), chains.num_children
-    above, ranks = np.arange(1 + chains.num_fed[0])[:, None], np.arange(k)  # nodes above each child, and siblings before it
-    num_fed, is_greedy = chains.num_fed[:, None, None], chains.is_greedy[:, None, None]
-    parent_slots = np.broadcast_to(above - 1, (n, len(above), k))
+    return _child_columns(chains.num_fed.tobytes(), chains.is_greedy.tobytes(), chains.num_children)
+
+
+@lru_cache(maxsize=64)  # of many steps they are the same
+def _child_columns(num_fed_bytes: bytes, is_greedy_bytes: bytes, k: int) -> tuple[NDArray[Any], ...]:
+    num_fed = np.frombuffer(num_fed_bytes, np.int64)[:, None, None]
+    is_greedy = np.frombuffer(is_greedy_bytes, np.bool_)[:, None, None]
+    above, ranks = np.arange(1 + num_fed[0, 0, 0])[:, None], np.arange(k)  # nodes above each child, and siblings before it
+    parent_slots = np.broadcast_to(above - 1, (len(num_fed), len(above), k))
     slots = np.where((ranks == 0) & (above < num_fed), above, -1)
     is_missing = (above > num_fed) | (is_greedy & (ranks > 0))
-    return [*(column.reshape(n, -1) for column in (parent_slots, slots, is_missing)), is_greedy[:, 0]]
+    return *(column.reshape(len(num_fed), -1) for column in (parent_slots, slots, is_missing)), is_greedy[:, 0]
 
 
 def sibling_candidates(chains: Chains, drafted: Tensor, columns: Sequence[Tensor]) -> Candidates:

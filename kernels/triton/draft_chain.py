@@ -36,6 +36,7 @@ from titan.kernels.triton.chain_trees import (
     sibling_candidates,
 )
 from titan.kernels.triton.cuda_graphs import Replays
+from titan.kernels.triton.pass_inputs import BlockTables
 
 MAX_DEPTHS = 8
 """Most depths of one graph; a longer chain is several replays, whose launches cost little beside that many passes."""
@@ -94,7 +95,7 @@ class DraftChains:
         kv: of the model.
         request_counts: numbers of requests that graphs are captured for, ascending.
         num_nodes: of the longest chain.
-        num_blocks: most blocks in a request's table.
+        tables: which have those of the requests already, where the pass over the roots was replayed.
         replays: where graphs are recorded.
     """
 
@@ -105,7 +106,7 @@ class DraftChains:
         kv: KVTensor,
         request_counts: Sequence[int],
         num_nodes: int,
-        num_blocks: int,
+        tables: BlockTables,
         replays: Replays,
     ) -> None:
         self._backend, self._model, self._kv = backend, model, kv
@@ -113,13 +114,13 @@ class DraftChains:
         self._max_fed, longest = num_nodes - 1, max(1, min(num_nodes - 1, MAX_DEPTHS))
         # of the graphs, longest first; powers of two add up to any other number in a few replays
         self._depths = [longest, *(2**i for i in reversed(range((longest - 1).bit_length())))]
-        self._replays = replays
+        self._tables, self._replays = tables, replays
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=backend.device)
 
         most = request_counts[-1]
-        self._block_table, self._next_slots, self._num_left = zeros(most, num_blocks), zeros(most), zeros(most)
+        self._next_slots, self._num_left = zeros(most), zeros(most)
         self._token_ids, self._positions, self._slot_mapping, self._no_bits = (zeros(most, dtype=torch.int64) for _ in range(4))
         self._visible_lens, self._seq_lens, self._no_trees = (zeros(most) for _ in range(3))
         self._query_start_loc = zeros(most + 1)
@@ -130,9 +131,11 @@ class DraftChains:
         """Whether there are trees to grow, all along one chain and as many siblings, within the bounds of the graphs."""
         specs = [feed.spec for feed in feeds if feed.spec is not None]
         of_specs = {children_per_node(spec) for spec in specs}
-        is_bounded = len(specs) <= self._request_counts[-1] and max(map(_num_fed, feeds)) <= self._max_fed
-        width = max(len(feed.block_ids) for feed in feeds)
-        return bool(specs) and 0 not in of_specs and len(of_specs - {1}) <= 1 and is_bounded and width <= self._block_table.shape[1]
+        most_rows, most_blocks = self._tables.tensor.shape
+        is_bounded = len(feeds) <= most_rows and max(map(_num_fed, feeds)) <= self._max_fed
+        table = feeds[0].block_table
+        width = max(len(feed.block_ids) for feed in feeds) if table is None else table.shape[1]
+        return bool(specs) and 0 not in of_specs and len(of_specs - {1}) <= 1 and is_bounded and width <= most_blocks
 
     def grow(self, forward: Forward, feeds: Sequence[Feed], num_rows: int, vocab_size: int) -> DraftTrees:
         """Grow trees as `can_grow` accepts them, the same ones as `titan.kernels.growth.grow_by_passes`, whose arguments these are.
@@ -143,14 +146,16 @@ class DraftChains:
         ordered = sorted(feeds, key=_num_fed, reverse=True)  # so that the chains that go on are the first ones
         batch = root_batch(ordered, self._kv.block_size)
         root_logits = forward(batch)
-        growing = ordered[: len(root_logits)]
-        chains, table = Chains.of(growing), batch.attention.block_table[: len(growing)]
+        growing, layout = ordered[: len(root_logits)], batch.attention
+        chains = Chains.of(growing, layout.seq_lens[: len(growing)] - 1)
         self._check(growing, chains.roots + chains.num_fed)
+        if not self._tables.holds(layout.block_table):  # the pass over the roots had a chunk
+            self._tables.load(layout.block_table, *self._backend.upload([layout.block_table.astype(np.int32)]))
         num_tokens = min(vocab_size, root_logits.shape[1])
         if chains.num_children == 1:
-            drafted, columns = self._draft(root_logits, table, chains, num_tokens, node_columns(chains))
+            drafted, columns = self._draft(root_logits, chains, num_tokens, node_columns(chains))
             return greedy_trees(chains, num_rows, drafted, columns)
-        drafted, columns = self._draft(root_logits, table, chains, num_tokens, child_columns(chains))
+        drafted, columns = self._draft(root_logits, chains, num_tokens, child_columns(chains))
         return self._backend.trees.select([sibling_candidates(chains, drafted, columns)], num_rows)
 
     def warm_up(self, specs: Sequence[GrowthSpec], vocab_size: int) -> list[Callable[[], object]]:
@@ -166,28 +171,21 @@ class DraftChains:
         return [partial(self._record, size) for size in sorted(sizes, reverse=True)]
 
     def _draft(
-        self, root_logits: Tensor, block_table: Ints, chains: Chains, num_tokens: int, columns: list[NDArray[Any]]
+        self, root_logits: Tensor, chains: Chains, num_tokens: int, columns: Sequence[NDArray[Any]]
     ) -> tuple[Tensor, list[Tensor]]:
         """Return the children of all roots and of the nodes fed, as `_choose` does, and the columns on the device.
 
         The first is int64 [1 or 2, D, n, k]. Which children are there follows from the lengths of the chains.
         """
-        n, num_children, num_fed = len(block_table), chains.num_children, int(chains.num_fed[0])
+        n, num_children, num_fed = len(root_logits), chains.num_children, int(chains.num_fed[0])
         sizes = self._sizes(n, num_children, num_fed, num_tokens)
         for size in sizes:
             self._record(size)
-        slots, left, table, temperatures, *uploaded = self._backend.upload(
-            [
-                (chains.roots + 1).astype(np.int32),
-                chains.num_fed.astype(np.int32),
-                block_table.astype(np.int32),
-                chains.temperatures,
-                *columns,
-            ]
+        slots, left, temperatures, *uploaded = self._backend.upload(
+            [(chains.roots + 1).astype(np.int32), chains.num_fed.astype(np.int32), chains.temperatures, *columns]
         )
         self._next_slots[:n].copy_(slots)
         self._num_left.zero_()[:n].copy_(left)
-        self._block_table[:n, : table.shape[1]].copy_(table)
         if num_children > 1:
             self._temperatures[:n].copy_(temperatures)
             self._scores.zero_()
@@ -259,8 +257,8 @@ class DraftChains:
             self._visible_lens,
             self._seq_lens,
             self._query_start_loc,
-            self._block_table,
-            self._block_table.stride(0),
+            self._tables.tensor,
+            self._tables.tensor.stride(0),
             count,
             BLOCK_SIZE=self._kv.block_size,
             BLOCK_R=max(16, triton.next_power_of_2(count)),
@@ -272,7 +270,7 @@ class DraftChains:
             block_size=self._kv.block_size,
             query_start_loc=self._query_start_loc[: count + 1],
             seq_lens=self._seq_lens[:count],
-            block_table=self._block_table[:count],
+            block_table=self._tables.tensor[:count],
             positions=self._positions[:count],
             visible_lens=self._visible_lens[:count],
             tree_starts=self._no_trees[:count],

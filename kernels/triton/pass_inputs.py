@@ -7,6 +7,8 @@ Legend: T query tokens and R requests, padded ones included.
 
 from __future__ import annotations
 
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,16 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from titan.core.arrays import Ints
 from titan.core.batch import NodeQueries, RaggedBatch
 from titan.kernels.interfaces import PassInputs
 from titan.kernels.triton.attention_plan import DeviceLayout
 from titan.kernels.triton.cuda_graphs import PassSize
-from titan.kernels.triton.upload import aligned, upload
-
-MAX_PACKED_BYTES_PER_TOKEN = 64
-MAX_PACKED_BYTES_PER_REQUEST = 16
-MAX_PADDING = 256
-"""The three bound the bytes that `PackedInputs` take."""
+from titan.kernels.triton.upload import TORCH_DTYPES, aligned, allocate_staging, upload
 
 
 def size_of(batch: RaggedBatch) -> PassSize:
@@ -35,8 +33,12 @@ def size_of(batch: RaggedBatch) -> PassSize:
 
 def upload_rows(batch: RaggedBatch, device: torch.device) -> Tensor | None:
     """Return the rows that need logits, int64 [L]; ``None`` if these are all rows of the batch."""
-    rows = batch.logits_rows
-    return None if len(rows) == len(batch.attention.positions) else upload([rows], device)[0]
+    rows = _needed_rows(batch)
+    return None if rows is None else upload([rows], device)[0]
+
+
+def _needed_rows(batch: RaggedBatch) -> Ints | None:
+    return None if len(batch.logits_rows) == len(batch.attention.positions) else batch.logits_rows
 
 
 def upload_inputs(batch: RaggedBatch, device: torch.device, max_short_query: int) -> PassInputs:
@@ -48,78 +50,132 @@ def upload_inputs(batch: RaggedBatch, device: torch.device, max_short_query: int
         max_short_query: queries up to this length are attended as verifications; longer ones as prefill chunks, unless they end
             in a branching tree.
     """
-    size = size_of(batch)
-    packed = PackedInputs(*upload(_packed_arrays(batch, size), device))
-    short_query_len, block_size = _short_query_len(batch, max_short_query), batch.attention.block_size
-    inputs = _inputs(packed, size, packed.block_table, block_size, short_query_len, upload_rows(batch, device))
+    size, rows = size_of(batch), _needed_rows(batch)
+    host = np.empty(_record(size).itemsize, np.uint8)
+    _pack(batch, size, host)
+    arrays: list[NDArray[Any]] = [host, batch.attention.block_table.astype(np.int32), *([] if rows is None else [rows])]
+    data, block_table, *logits_rows = upload(arrays, device)
+    packed, short_query_len = PackedInputs.of(data, size), _short_query_len(batch, max_short_query)
+    inputs = _inputs(packed, size, block_table, batch.attention.block_size, short_query_len, *logits_rows)
     _place_nodes(batch.nodes, packed, inputs)
     return inputs
 
 
 class PackedInputs(NamedTuple):
-    """What is uploaded of a batch: few tensors, as each takes the host time. Rows of the first and third are aligned."""
+    """What is uploaded of a batch besides its block tables: few tensors, as each takes the host time. Their rows are aligned."""
 
     of_tokens: Tensor  # int64 [4, T or more]: token ids, ancestor bits, positions, slot mapping
-    visible_lens: Tensor  # int32 [T]
+    visible_lens: Tensor  # int32 [T or more]
     of_requests: Tensor  # int32 [3, R + 1 or more]: query start locations, sequence lengths, starts of trees
-    block_table: Tensor  # int32 [requests of the batch, blocks]
-    node_places: Tensor | None = None  # int64 [3, N], see `titan.core.batch.NodePlaces`; None: there are no nodes
+    node_places: Tensor  # int64 [3, T or more], see `titan.core.batch.NodePlaces`; those of N nodes come first
+
+    @classmethod
+    def of(cls, packed: Tensor, size: PassSize) -> PackedInputs:
+        """Return views of bytes on the device."""
+        fields = [_record(size)[name] for name in cls._fields]
+        starts = [0, *accumulate([field.itemsize for field in fields])]
+        pieces = [packed[start : start + field.itemsize] for start, field in zip(starts, fields, strict=False)]
+        return cls(*(piece.view(TORCH_DTYPES[each.base]).view(each.shape) for piece, each in zip(pieces, fields, strict=True)))
+
+
+@lru_cache(maxsize=1024)
+def _record(size: PassSize) -> np.dtype[Any]:
+    """Return the layout of `PackedInputs` in memory."""
+    of_tokens, of_requests = aligned(8 * size.num_tokens) // 8, aligned(4 * size.num_requests + 4) // 4
+    shapes = (np.int64, (4, of_tokens)), (np.int32, (aligned(4 * size.num_tokens) // 4,)), (np.int32, (3, of_requests))
+    return np.dtype([*zip(PackedInputs._fields, *zip(*shapes, (np.int64, (3, of_tokens)), strict=True), strict=True)])
+
+
+class BlockTables:
+    """Block tables at a fixed address, as CUDA graphs need them: one for all models of an engine, whose passes come in turn.
+
+    Args:
+        num_requests: most rows.
+        num_blocks: most blocks of a row.
+        device: where the models are.
+    """
+
+    def __init__(self, num_requests: int, num_blocks: int, device: torch.device) -> None:
+        self.tensor = torch.zeros(num_requests, num_blocks, dtype=torch.int32, device=device)
+        self._held: Ints | None = None
+
+    def holds(self, block_table: Ints) -> bool:
+        """Whether the first rows are from this very array, which nobody may have changed since."""
+        return block_table is self._held
+
+    def load(self, block_table: Ints, uploaded: Tensor) -> None:
+        """Copy block tables, which were uploaded as int32, to the first rows."""
+        num_requests, num_blocks = block_table.shape
+        self.tensor[:num_requests, :num_blocks].copy_(uploaded.view(num_requests, num_blocks))
+        self._held = block_table
 
 
 class StaticInputs:
     """Inputs that have fixed addresses for each size, as a CUDA graph needs them; all rows get logits.
 
     Args:
-        device: where the model is.
         largest: most tokens, requests and tokens per request.
-        num_blocks: most blocks in a request's table.
+        tables: the block tables.
     """
 
-    def __init__(self, device: torch.device, largest: PassSize, num_blocks: int) -> None:
-        self.device = device
-        num_bytes = largest.num_tokens * MAX_PACKED_BYTES_PER_TOKEN + MAX_PADDING
-        num_bytes += largest.num_requests * (MAX_PACKED_BYTES_PER_REQUEST + 4 * num_blocks)
-        self.packed = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self.block_table = torch.zeros(largest.num_requests, num_blocks, dtype=torch.int32, device=device)
-        self._inputs: dict[PassSize, PassInputs] = {}  # views of this memory
+    def __init__(self, largest: PassSize, tables: BlockTables) -> None:
+        self.device = tables.tensor.device
+        num_bytes = _record(largest).itemsize + tables.tensor.nbytes
+        self.packed = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        self._tables = tables
+        self._views: dict[PassSize, tuple[PackedInputs, PassInputs]] = {}  # of this memory
 
     def have_room_for(self, batch: RaggedBatch) -> bool:
         """Whether the batch's block tables are short enough."""
-        return bool(batch.attention.block_table.shape[1] <= self.block_table.shape[1])
+        return bool(batch.attention.block_table.shape[1] <= self._tables.tensor.shape[1])
 
     def fill(self, batch: RaggedBatch, size: PassSize) -> PassInputs:
         """Upload a batch, padded to a size that holds it, to the memory of that size."""
-        packed = PackedInputs(*upload(_packed_arrays(batch, size), self.device, into=self.packed))
-        if size not in self._inputs:
-            block_table, block_size = self.block_table[: size.num_requests], batch.attention.block_size
-            self._inputs[size] = _inputs(packed, size, block_table, block_size, size.max_query_len, None)
-        num_requests, num_blocks = packed.block_table.shape
-        self.block_table[:num_requests, :num_blocks].copy_(packed.block_table)
-        _place_nodes(batch.nodes, packed, self._inputs[size])
-        return self._inputs[size]
+        if size not in self._views:
+            packed, block_size = PackedInputs.of(self.packed, size), batch.attention.block_size
+            inputs = _inputs(packed, size, self._tables.tensor[: size.num_requests], block_size, size.max_query_len)
+            self._views[size] = packed, inputs
+        packed, inputs = self._views[size]
+        block_table, num_bytes = batch.attention.block_table, _record(size).itemsize
+        num_table_bytes = 0 if self._tables.holds(block_table) else 4 * block_table.size
+        staging = allocate_staging(num_bytes + num_table_bytes, self.device)
+        host, uploaded = staging.numpy(), self.packed[: len(staging)]
+        _pack(batch, size, host[:num_bytes])
+        if num_table_bytes:
+            host[num_bytes:].view(np.int32)[:] = block_table.ravel()
+        uploaded.copy_(staging, non_blocking=True)
+        if num_table_bytes:
+            self._tables.load(block_table, uploaded[num_bytes:].view(torch.int32))
+        _place_nodes(batch.nodes, packed, inputs)
+        return inputs
 
 
-def _packed_arrays(batch: RaggedBatch, size: PassSize) -> list[NDArray[Any]]:
-    """Return the arrays of `PackedInputs`, padded to ``size``."""
-    layout = batch.attention
-    num_tokens = len(layout.positions)
-    of_tokens = np.zeros((4, aligned(8 * size.num_tokens) // 8), np.int64)
-    if batch.nodes is None or int(batch.nodes.start_loc[-1]) < num_tokens:  # else the device knows all tokens, as those of a draft
-        of_tokens[0, :num_tokens], of_tokens[1, :num_tokens] = batch.token_ids, layout.ancestor_bits
-    of_tokens[2, :num_tokens], of_tokens[3, :num_tokens] = layout.positions, batch.slot_mapping
+def _pack(batch: RaggedBatch, size: PassSize, host: NDArray[np.uint8]) -> None:
+    """Write the bytes of `PackedInputs`, padded to ``size``."""
+    layout, num_tokens, arrays = batch.attention, len(batch.attention.positions), host.view(_record(size))
+    of_tokens, visible_lens, of_requests, node_places = (arrays[name][0] for name in PackedInputs._fields)
+    columns = batch.token_ids, layout.ancestor_bits, layout.positions, batch.slot_mapping
+    for row, column in zip(of_tokens, columns, strict=True):
+        row[:num_tokens] = column
+    of_tokens[:3, num_tokens:] = 0
     of_tokens[3, num_tokens:] = -1
-    visible_lens = np.zeros(size.num_tokens, np.int32)
-    visible_lens[:num_tokens] = layout.visible_lens
+    visible_lens[:num_tokens], visible_lens[num_tokens:] = layout.visible_lens, 0
     num_requests = len(layout.seq_lens)
-    of_requests = np.zeros((3, aligned(4 * size.num_requests + 4) // 4), np.int32)
     of_requests[0, :num_requests], of_requests[0, num_requests:] = layout.query_start_loc[:-1], num_tokens
     of_requests[1, :num_requests], of_requests[2, :num_requests] = layout.seq_lens, layout.tree_starts
-    arrays: list[NDArray[Any]] = [of_tokens, visible_lens, of_requests, layout.block_table.astype(np.int32)]
-    return arrays if batch.nodes is None else [*arrays, np.array(batch.node_places())]
+    of_requests[1:, num_requests:] = 0
+    if batch.nodes is not None:
+        for row, places in zip(node_places, batch.node_places(), strict=True):
+            row[: len(places)] = places
 
 
 def _inputs(
-    packed: PackedInputs, size: PassSize, block_table: Tensor, block_size: int, short_query_len: int, logits_rows: Tensor | None
+    packed: PackedInputs,
+    size: PassSize,
+    block_table: Tensor,
+    block_size: int,
+    short_query_len: int,
+    logits_rows: Tensor | None = None,
 ) -> PassInputs:
     token_ids, ancestor_bits, positions, slot_mapping = packed.of_tokens[:, : size.num_tokens].unbind()
     query_start_loc, seq_lens, tree_starts = packed.of_requests[:, : size.num_requests + 1].unbind()
@@ -129,7 +185,7 @@ def _inputs(
         seq_lens=seq_lens[:-1],
         block_table=block_table,
         positions=positions,
-        visible_lens=packed.visible_lens,
+        visible_lens=packed.visible_lens[: size.num_tokens],
         tree_starts=tree_starts[:-1],
         ancestor_bits=ancestor_bits,
         short_query_len=short_query_len,
@@ -140,9 +196,9 @@ def _inputs(
 
 def _place_nodes(nodes: NodeQueries | None, packed: PackedInputs, inputs: PassInputs) -> None:
     """Write the nodes, which may be known to the device alone, to the places that the host has reserved for them."""
-    if nodes is None or packed.node_places is None:
+    if nodes is None:
         return
-    rows, roots, masks = packed.node_places
+    rows, roots, masks = packed.node_places[:, : len(nodes.token_ids)].unbind()
     inputs.token_ids.index_copy_(0, rows, nodes.token_ids.clamp(min=0))  # empty places have token -1
     inputs.attention.ancestor_bits.index_copy_(0, rows, nodes.ancestor_bits & masks)
     if nodes.depths is not None:

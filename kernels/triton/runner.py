@@ -12,14 +12,13 @@ from torch import Tensor
 from titan.core.batch import RaggedBatch
 from titan.core.growth import BeamSpec, Feed, GrowthSpec
 from titan.core.kv_tensor import KVTensor
-from titan.core.limits import MAX_NODES
 from titan.core.trees import DraftTrees
 from titan.kernels.growth import grow_by_passes
 from titan.kernels.interfaces import Backend, Model, PassCounts, PassLimits, WarmUp
 from titan.kernels.triton.attention_plan import MAX_REQUESTS, AttentionGeometry
 from titan.kernels.triton.cuda_graphs import Capture, GraphSizes, PassSize, Replays
 from titan.kernels.triton.draft_chain import DraftChains
-from titan.kernels.triton.pass_inputs import StaticInputs, size_of, upload_inputs, upload_rows
+from titan.kernels.triton.pass_inputs import BlockTables, StaticInputs, size_of, upload_inputs, upload_rows
 from titan.kernels.triton.tuning import TileConfig
 from titan.kernels.triton.warm_up import idle_batch
 
@@ -36,6 +35,7 @@ class TritonRunner:
         model: made with this back end's `layer_ops`.
         kv: of the model.
         limits: of passes that are replayed.
+        tables: the block tables of these passes.
         counts: of passes; updated.
         capture: records passes.
 
@@ -44,7 +44,14 @@ class TritonRunner:
     """
 
     def __init__(
-        self, backend: Backend, model: Model, kv: KVTensor, limits: PassLimits, counts: PassCounts, capture: Capture
+        self,
+        backend: Backend,
+        model: Model,
+        kv: KVTensor,
+        limits: PassLimits,
+        tables: BlockTables,
+        counts: PassCounts,
+        capture: Capture,
     ) -> None:
         if limits.num_requests > MAX_REQUESTS:
             raise ValueError(f"{limits.num_requests} requests in a batch are too many: the Triton kernels take {MAX_REQUESTS}")
@@ -55,9 +62,8 @@ class TritonRunner:
         self._geometries = {AttentionGeometry.of(layer, kv.block_size, model.dtype) for layer in layers}
         self._max_query_len = limits.query_len
         self._sizes = GraphSizes(limits)
-        num_blocks = limits.num_blocks + -(-MAX_NODES // kv.block_size)  # a beam writes more nodes than a request may keep
-        self._static = StaticInputs(backend.device, self._sizes.largest, num_blocks)
-        self._num_blocks = num_blocks
+        self._tables = tables
+        self._static = StaticInputs(self._sizes.largest, tables)
         self._replays = Replays(capture, counts, backend.device, may_fail="transformers" in model.config.traits)
         self._counts = counts
 
@@ -65,7 +71,7 @@ class TritonRunner:
     def _chains(self) -> DraftChains:
         """Made when it is first needed: a target grows nothing."""
         num_nodes, request_counts = self._max_query_len - 1, self._sizes.request_counts
-        return DraftChains(self.backend, self.model, self.kv, request_counts, num_nodes, self._num_blocks, self._replays)
+        return DraftChains(self.backend, self.model, self.kv, request_counts, num_nodes, self._tables, self._replays)
 
     @property
     def padded_sizes(self) -> Sequence[int]:

@@ -45,19 +45,19 @@ def require(
     Raises:
         ValueError: names the argument, its value and what is expected.
     """
-    fits = tensor.dim() == len(shape) and all(size in (None, got) for size, got in zip(shape, tensor.shape, strict=True))
-    if not fits:
+    found = tensor.shape
+    if len(found) != len(shape) or [size for size, got in zip(shape, found, strict=True) if size is not None and size != got]:
         expected = ", ".join("any" if size is None else str(size) for size in shape)
-        raise ValueError(f"{name} has shape {list(tensor.shape)}: it must be [{expected}]")
+        raise ValueError(f"{name} has shape {list(found)}: it must be [{expected}]")
     if tensor.dtype not in dtypes:
         raise ValueError(f"{name} has dtype {tensor.dtype}: it must be {' or '.join(map(str, dtypes))}")
     if tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}: it must be on {device}")
     if contiguous and not tensor.is_contiguous():
         raise ValueError(f"{name} has strides {tensor.stride()}: it must be contiguous")
-    if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if not contiguous and shape and found[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(f"{name} has strides {tensor.stride()}: its last dimension must be contiguous")
-    if is_written and any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+    if is_written and not contiguous and any(size > 1 and not stride for size, stride in zip(found, tensor.stride(), strict=True)):
         raise ValueError(f"{name} has strides {tensor.stride()}: it is written to, and must not be expanded")
 
 

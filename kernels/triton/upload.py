@@ -21,36 +21,33 @@ _NUMPY_DTYPES = {
     dtype: torch.empty(0, dtype=dtype).numpy().dtype
     for dtype in (torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64)
 }
-_TORCH_DTYPES = {there: here for here, there in _NUMPY_DTYPES.items()}
+TORCH_DTYPES = {there: here for here, there in _NUMPY_DTYPES.items()}
+"""Dtypes of tensors by those of arrays."""
 
 
-def upload(arrays: Sequence[NDArray[Any]], device: torch.device, *, into: Tensor | None = None) -> list[Tensor]:
+def allocate_staging(num_bytes: int, device: torch.device) -> Tensor:
+    """Allocate bytes on the host from which a copy to the device can be queued."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+def upload(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
     """Copy arrays to the device in one copy.
 
     Args:
         arrays: of any shapes, and of the dtypes bool, uint8, int32, int64, float32 or float64.
         device: the target of the copy.
-        into: uint8 on the device, whose beginning is overwritten: as many bytes as the arrays have, each rounded up to a multiple
-            of `ALIGNMENT`; ``None``: new memory. Arrays of the same shapes and dtypes always get the same addresses in it.
 
     Returns:
         Tensors of the same dtypes and shapes, one after the other in memory.
     """
-    starts = [0, *accumulate(aligned(array.nbytes) for array in arrays)]
-    staging = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    starts = [0, *accumulate([aligned(array.nbytes) for array in arrays])]
+    staging = allocate_staging(starts[-1], device)
     host = staging.numpy()
     for array, start in zip(arrays, starts, strict=False):
         host[start : start + array.nbytes].view(array.dtype)[:] = array.ravel()
-    if into is None:
-        packed = staging.to(device, non_blocking=True)
-    else:
-        packed = into[: len(staging)]
-        packed.copy_(staging, non_blocking=True)
-    typed = {dtype: packed.view(_TORCH_DTYPES[dtype]) for dtype in {array.dtype for array in arrays}}
-    tensors = []
+    packed, tensors = staging.to(device, non_blocking=True), list[Tensor]()
     for array, start in zip(arrays, starts, strict=False):
-        first = start // array.itemsize
-        tensor = typed[array.dtype][first : first + array.size]
+        tensor = packed[start : start + array.nbytes].view(TORCH_DTYPES[array.dtype])
         tensors.append(tensor if array.ndim == 1 else tensor.view(array.shape))
     return tensors
 

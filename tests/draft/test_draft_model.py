@@ -100,7 +100,7 @@ def beam_search(draft: Draft, width: int, num_children: int, depth: int, budget:
 def test_a_grown_tree_is_the_best_ancestor_closed_set_of_what_was_expanded(
     zoo: Zoo, back_end: str, shape: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DraftHistory, "note_surprise", lambda *_: None)  # the temperature stays where it starts
+    monkeypatch.setattr(DraftHistory, "note_surprises", lambda *_: None)  # the temperature stays where it starts
     engine = make_engine(zoo.path("llama"), zoo.path("other"), backend=make_back_end(back_end), **AMPLE | SHAPES[shape])
     policy: Any = engine.drafter.policy  # type: ignore[attr-defined]
     rows = record(engine)

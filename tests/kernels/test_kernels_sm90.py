@@ -25,6 +25,7 @@ from titan.kernels.triton.draft_chain import DraftChains
 from titan.kernels.triton.gate import gelu_mul, silu_mul
 from titan.kernels.triton.kv_writes import write_kv
 from titan.kernels.triton.norm import rms_norm
+from titan.kernels.triton.pass_inputs import BlockTables
 from titan.kernels.triton.rope_kv import rope_and_write_kv
 from titan.kernels.triton.row_distribution import normalized_probs, row_distributions
 from titan.kernels.triton.sample_rows import sample_rows
@@ -80,7 +81,8 @@ for num_candidates in (*range(1, 33), 33, 45, 63, 100, 427, 510, 512):  # chains
 
 backend, kv = SimpleNamespace(device=start_loc.device), SimpleNamespace(block_size=16)
 for num_blocks in (64, 513):
-    chains = DraftChains(backend, None, kv, [1, 2, 15, 1024], 7, num_blocks, None)
+    tables = BlockTables(1024, num_blocks, backend.device)
+    chains = DraftChains(backend, None, kv, [1, 2, 15, 1024], 7, tables, None)
     for num_requests in (1, 2, 15, 1024):
         chains._lay_out_depth(num_requests)
 """

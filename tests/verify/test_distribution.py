@@ -244,12 +244,15 @@ class Peeking:
         return [EMPTY_TREE if tree.num_nodes and tree.token_ids[0] % 2 else tree for tree in trees]
 
 
-def spiteful(_: Controller, load: Load) -> Decision:
-    """No drafts where the last were accepted, and the more the more of them were not."""
+def spiteful(controller: Controller, load: Load, has_room: bool) -> Decision:
+    """No drafts where the last were accepted, and the more the more of them were not; room for drafts is kept as for an optimum."""
     rejected = [1 - each.counts.last_accepted for each in load.candidates]
     num_nodes = [
         min(each.max_nodes, int(6 * share)) if share > 0.45 else 0 for each, share in zip(load.candidates, rejected, strict=True)
     ]
+    controller.optimum = replace(controller.optimum, num_nodes=[each.max_nodes for each in load.candidates])
+    if not has_room:
+        num_nodes = [0] * len(num_nodes)
     worth = Worth(agreement=0.9, acceptance=0.8, node_price=0.05, row_price=0.01, pass_price=0.3)
     worths = [worth if each.stops_early and num_nodes[i] else None for i, each in enumerate(load.candidates)]
     return Decision(num_nodes, [each.max_nodes if worths[i] else num_nodes[i] for i, each in enumerate(load.candidates)], worths)

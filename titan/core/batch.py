@@ -101,17 +101,41 @@ def build_batch(rows: Sequence[QueryRow], trees: DraftTrees | None = None, *, bl
         trees: of the same requests; the last token of a row is the root of its tree, whose KV follows that token's.
         block_size: tokens per KV block.
     """
-    block_tables, first_positions, row_tokens, needs_logits, row_prompt_logits = zip(*rows, strict=True)
+    block_tables, *columns = zip(*rows, strict=True)
+    return join_rows(pad_block_tables(block_tables), *columns, trees=trees, block_size=block_size)
+
+
+def join_rows(
+    table: Ints,
+    first_positions: Sequence[int],
+    row_tokens: Sequence[Sequence[int]],
+    needs_logits: Sequence[bool],
+    row_prompt_logits: Sequence[range] = (),
+    *,
+    trees: DraftTrees | None = None,
+    block_size: int,
+) -> RaggedBatch:
+    """Do what `build_batch` does, given the columns of its rows.
+
+    Args:
+        table: [R, blocks], as made by `pad_block_tables`.
+        first_positions: R of them, and of the next two.
+        row_tokens: committed tokens.
+        needs_logits: whether the last tokens, and the nodes below them, do.
+        row_prompt_logits: indices of the tokens before that do, too; empty: there are none.
+        trees: as for `build_batch`.
+        block_size: tokens per KV block.
+    """
     num_committed, starts = np.array([*map(len, row_tokens)]), np.array(first_positions)
     has_nodes = trees is not None and trees.num_nodes > 0
     counts = trees.counts if trees is not None and has_nodes else np.zeros_like(num_committed)
     query_lens = num_committed + counts
     query_start_loc = prefix_sums(query_lens)
     num_tokens = int(query_start_loc[-1])
-    owners = np.repeat(np.arange(len(rows)), query_lens)
+    owners = np.repeat(np.arange(len(starts)), query_lens)
     slots = np.arange(num_tokens) + (starts - query_start_loc[:-1])[owners]
     visible_lens = slots + 1
-    tree_starts = np.zeros(len(rows), np.int64)
+    tree_starts = np.zeros(len(starts), np.int64)
     committed = [*chain.from_iterable(row_tokens)]
     if trees is None or not has_nodes:
         token_ids, nodes = np.array(committed), None
@@ -134,7 +158,6 @@ def build_batch(rows: Sequence[QueryRow], trees: DraftTrees | None = None, *, bl
         of_prompts = np.array([first + index for first, indices in of_rows for index in indices])
         logits_rows = np.sort(np.append(logits_rows, of_prompts))
         prompt_logits = np.flatnonzero(np.isin(logits_rows, of_prompts))
-    table = pad_block_tables(block_tables)
     return RaggedBatch(
         token_ids=token_ids,
         slot_mapping=physical_slots(table, owners, slots, block_size),
@@ -177,9 +200,10 @@ def physical_slots(table: Ints, owners: Ints, slots: Ints, block_size: int) -> I
 
 def pad_block_tables(block_tables: Sequence[Sequence[int]]) -> Ints:
     """Pad block tables to rows of one array, int64 [R, longest table]; the padding is block 0 and is never read."""
-    width = max(map(len, block_tables))
-    table = np.zeros((len(block_tables), width), np.int64)
-    entries = table.data.cast("B").cast("q")  # assignments to arrays of NumPy take three times as long
-    for start, block_ids in zip(range(0, table.size, width), block_tables, strict=True):
-        entries[start : start + len(block_ids)] = array("q", block_ids)
-    return table
+    lengths = [*map(len, block_tables)]
+    padding = memoryview(bytes(8 * max(lengths)))
+    parts: list[array[int] | memoryview] = []
+    for block_ids, length in zip(block_tables, lengths, strict=True):
+        parts.append(block_ids if isinstance(block_ids, array) else array("q", block_ids))
+        parts.append(padding[8 * length :])
+    return np.frombuffer(bytearray().join(parts), np.int64).reshape(len(lengths), -1)  # twice as fast as assignments to rows

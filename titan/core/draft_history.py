@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import exp
 
@@ -135,17 +136,20 @@ class DraftHistory:
         self.temperature = temperature
         self.num_confidences = CALIBRATED_CONFIDENCES
 
-    def note_surprise(self, start: float, surprise: float) -> None:
-        """Record how often most likely children were accepted: move the temperature so that their probabilities match that.
+    def note_surprises(self, start: float, surprises: Sequence[float]) -> None:
+        """Record which most likely children of a tree were accepted: move the temperature so that their probabilities match that.
 
-        Temperature scaling, Guo et al., "On calibration of modern neural networks", 2017, one stochastic step at a time.
+        Temperature scaling, Guo et al., "On calibration of modern neural networks", 2017, by stochastic steps.
 
         Args:
             start: the initial temperature.
-            surprise: share that was accepted, less their mean probability at the temperature at which they were drafted.
+            surprises: of each child: whether it was accepted, less its probability at the temperature at which it was drafted.
         """
-        rate = max(LAST_CALIBRATION_RATE, FIRST_CALIBRATION_RATE / (1 + self.num_confidences / 2))
-        self.move_temperature(start, exp(-rate * surprise))
+        step = 0.0
+        for num_before, surprise in enumerate(surprises, self.num_confidences):
+            rate = FIRST_CALIBRATION_RATE / (1 + num_before / 2)
+            step -= surprise * (rate if rate > LAST_CALIBRATION_RATE else LAST_CALIBRATION_RATE)
+        self.move_temperature(start, exp(step), len(surprises))
 
     def move_temperature(self, start: float, factor: float, num_confidences: int = 1) -> None:
         """Multiply the temperature.

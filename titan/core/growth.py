@@ -112,6 +112,7 @@ class Feed(NamedTuple):
     start: int  # position of the first token
     token_ids: Sequence[int]  # committed tokens that the draft lacks; with a spec, the last is the root
     spec: GrowthSpec | None  # None: nothing grows
+    block_table: Ints | None = None  # int64 [R, any], of all rows of the plan, if they were padded before
 
     @property
     def root(self) -> int:

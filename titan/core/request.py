@@ -58,6 +58,7 @@ class Request:
     siblings: tuple[Request, ...] = ()  # all completions of the prompt, itself included; empty if it is the only one
     terms: RequestTerms = field(default_factory=RequestTerms)
 
+    has_transforms: bool = field(init=False)  # the params'
     token_ids: list[int] = field(init=False)  # prompt and output
     block_ids: array[int] = field(default_factory=partial(array, "q"))  # block table, for the target's and the draft's cache
     swapped_block_ids: array[int] = field(default_factory=partial(array, "q"))  # in place of block_ids, while it is swapped out
@@ -74,6 +75,7 @@ class Request:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = field(init=False)  # of each prompt token; siblings leave it to one
 
     def __post_init__(self) -> None:
+        self.has_transforms = self.params.has_transforms
         self.token_ids = list(self.prompt_token_ids)
         self.logprobs = None if self.params.logprobs is None else []
         self.prompt_logprobs = None if self.params.prompt_logprobs is None or self.index else [None]
@@ -119,8 +121,8 @@ class Request:
         """Return how many nodes it may draft if others may draft ``most``: the last token that it emits needs none."""
         if not self.params.use_speculative:
             return 0
-        own = most if self.params.max_draft_tokens is None else min(most, self.params.max_draft_tokens)
-        return max(0, min(own, self.num_remaining_tokens - 1))
+        own = self.params.max_draft_tokens
+        return max(0, min(most if own is None else min(most, own), self.num_remaining_tokens - 1))
 
     def prompt_logits(self, num_tokens: int) -> range:
         """Return which of the next ``num_tokens`` positions still need logits, for the logprobs of the prompt tokens after them."""
@@ -142,8 +144,9 @@ class Request:
 
         The root's KV never is, and tokens cut off by a stop count in neither cache.
         """
-        self.num_computed_tokens = min(self.num_computed_tokens + num_tokens, self.num_tokens - 1)
-        self.num_drafted_context = min(self.num_drafted_context, self.num_computed_tokens)
+        num_computed = self.num_computed_tokens = min(self.num_computed_tokens + num_tokens, len(self.token_ids) - 1)
+        if self.num_drafted_context > num_computed:
+            self.num_drafted_context = num_computed
 
     def cover_draft(self, num_tokens: int) -> None:
         """Count this many more tokens as valid in the draft's cache."""

@@ -35,8 +35,10 @@ class SamplingRows:
 
     @classmethod
     def of(cls, rows: Iterable[tuple[SamplingParams, int, int]]) -> SamplingRows:
-        """Build the rows from the parameters, seed and position of each."""
+        """Build the rows from the parameters, seed and position of each; if all are greedy, nothing else is said of them."""
         rows = list(rows)
+        if all(params.is_greedy for params, _, _ in rows):
+            return cls(np.zeros(len(rows), OPTIONS), False)
         options = [(each.temperature, each.top_p, each.min_p, each.top_k, seed, position) for each, seed, position in rows]
         return cls(np.array(options, OPTIONS), any(each.has_cuts for each, _, _ in rows))
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from titan.core.arrays import Ints
+from titan.core.batch import pad_block_tables
 from titan.core.growth import Worth
 from titan.core.outputs import Logprob
 from titan.core.request import Request
@@ -33,6 +35,14 @@ class StepPlan:
     reviews: list[int] = field(default_factory=list)
     drafts_prompts: bool = True  # whether a draft model should be fed prompts while the target is
     shortage: Shortage | None = None  # for which waiting requests did not start, or running ones gave way
+    _block_table: Ints | None = field(default=None, init=False, repr=False, compare=False)
+
+    @property
+    def block_table(self) -> Ints:
+        """The block tables of all rows, int64 [R, longest table]: one array for all passes of the step, from the first one on."""
+        if self._block_table is None:
+            self._block_table = pad_block_tables([request.block_ids for request in self.requests])
+        return self._block_table
 
     def add(self, request: Request, num_tokens: int, draft_budget: int) -> int:
         """Add a row and return its number of tokens, drafts included."""

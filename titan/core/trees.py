@@ -300,8 +300,8 @@ class DraftTrees:
     def _check(self, limits: TreeLimits, drafter: str, vocab_size: int, device: torch.device) -> None:
         """Check what the host knows of trees on the device."""
         name = f"the drafter {drafter!r}"
-        for count, most in zip(self.counts.tolist(), limits.num_nodes, strict=True):
-            _check_count(count, most, drafter)
+        for row in np.flatnonzero(self.counts > limits.num_nodes).tolist():
+            _check_count(int(self.counts[row]), limits.num_nodes[row], drafter)
         flags = (self.is_chain, self.is_sampled, self.has_scores)
         if self.start_loc.dtype != np.int64 or any(each.dtype != np.bool_ or len(each) != self.num_rows for each in flags):
             raise ValueError(f"{name} gave start_loc or flags of another dtype or length: they must be int64 and bool, one per row")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from titan.core.batch import QueryRow, RaggedBatch, build_batch
+from titan.core.batch import RaggedBatch, join_rows
 from titan.core.step import StepPlan
 from titan.core.trees import DraftTrees, Upload
 
@@ -18,14 +18,15 @@ def target_batch(plan: StepPlan, trees: DraftTrees, *, block_size: int) -> Ragge
         trees: one per row of the plan.
         block_size: tokens per KV block.
     """
-    rows = []
-    for request, num_tokens in zip(plan.requests, plan.num_tokens, strict=True):
-        start = request.num_computed_tokens
-        end = start + num_tokens
+    starts = [request.num_computed_tokens for request in plan.requests]
+    row_tokens, needs_logits, prompt_logits = list[list[int]](), list[bool](), list[range]()
+    for request, start, num_tokens in zip(plan.requests, starts, plan.num_tokens, strict=True):
+        token_ids, end = request.token_ids, start + num_tokens
+        row_tokens.append(token_ids[start:end])
+        needs_logits.append(end == len(token_ids))
         positions = request.prompt_logits(num_tokens)
-        prompt_logits = range(positions.start - start, positions.stop - start) if positions else positions
-        rows.append(QueryRow(request.block_ids, start, request.token_ids[start:end], end == request.num_tokens, prompt_logits))
-    return build_batch(rows, trees, block_size=block_size)
+        prompt_logits.append(range(positions.start - start, positions.stop - start) if positions else positions)
+    return join_rows(plan.block_table, starts, row_tokens, needs_logits, prompt_logits, trees=trees, block_size=block_size)
 
 
 def split_logits(batch: RaggedBatch, logits: Tensor, upload: Upload) -> tuple[Tensor, Tensor | None]:

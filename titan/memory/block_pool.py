@@ -66,15 +66,15 @@ class BlockPool:
         if count > self.num_free:
             raise RuntimeError(f"cannot allocate {count} blocks: {self.num_free} of {self.num_blocks} are free")
         block_ids = self._take_blank(min(count, self.num_blank), after)
-        evicted = [self._cached.popitem(last=False)[0] for _ in range(count - len(block_ids))]
-        block_ids += sorted(evicted)  # a table's cached blocks come from its end to its beginning
+        if count > len(block_ids):
+            evicted = [self._cached.popitem(last=False)[0] for _ in range(count - len(block_ids))]
+            for block_id in evicted:
+                del self._block_of[self._hash_of.pop(block_id)]
+            self.num_evicted += len(evicted)
+            block_ids += sorted(evicted)  # a table's cached blocks come from its end to its beginning
         for block_id in block_ids:
             self._ref_counts[block_id] = 1
             self.draft_epochs[block_id] = -1
-            block_hash = self._hash_of.pop(block_id, None)
-            if block_hash is not None:
-                del self._block_of[block_hash]
-                self.num_evicted += 1
         return block_ids
 
     def _take_blank(self, count: int, after: int) -> list[int]:

@@ -210,10 +210,9 @@ class KVCache:
                 drafted = list(takewhile((0).__le__, drafted))
             request.cover_draft(len(drafted))
             first_slot = request.num_computed_tokens + num_tokens  # of the nodes
-            straight = list(range(len(path)))
-            if path != straight:
+            if path[-1] != len(path) - 1:  # nodes come after their parents
                 moves["target"].append(PathMove(request.block_ids, first_slot, path))
-            if drafted != straight[: len(drafted)]:
+            if drafted != [*range(len(drafted))]:
                 moves["draft"].append(PathMove(request.block_ids, first_slot, drafted))
         for role, paths in moves.items():
             if paths and role in self._tensors:

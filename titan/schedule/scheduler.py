@@ -176,8 +176,9 @@ class Scheduler:
         if self.waiting:
             self._displace(max_draft_tokens)
         num_preemptions = self.counters.num_preemptions
-        decodes = [request for request in self.running if request.num_uncomputed_tokens == 1]
-        prefills = [request for request in self.running if request.num_uncomputed_tokens > 1]
+        decodes, prefills = list[Request](), list[Request]()
+        for request in self.running:
+            (decodes if request.num_uncomputed_tokens == 1 else prefills).append(request)
         budget, num_left = self.options.max_num_batched_tokens, len(self.running)
         for request in decodes:
             num_left -= 1  # requests, for each of which the drafts leave a token
@@ -367,7 +368,8 @@ class Scheduler:
         """Return the number of draft tokens of a request's row; there are drafts only after the root."""
         if num_tokens < request.num_uncomputed_tokens:
             return 0
-        return max(0, min(budget - num_tokens, request.most_drafts(max_draft_tokens)))
+        num_drafts = min(budget - num_tokens, request.most_drafts(max_draft_tokens))
+        return num_drafts if num_drafts > 0 else 0
 
     def _first(self) -> Request:
         request = self.policy.first(self.clock())
