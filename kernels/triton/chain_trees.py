@@ -9,7 +9,7 @@ Legend: n chains; k children of each node that is fed; D depths of the deepest t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,23 +39,15 @@ class Chains(NamedTuple):
     def of(cls, feeds: Sequence[Feed], roots: Ints) -> Chains:
         """Collect the chains of feeds with a spec, whose roots have these positions."""
         specs = [feed.spec for feed in feeds if feed.spec is not None]
-        beams = [spec if isinstance(spec, BeamSpec) else _as_beam(spec.num_nodes) for spec in specs]
-        max_nodes, depths, _, num_children, temperatures, _ = zip(*beams, strict=True)
         return cls(
             rows=np.array([feed.row for feed in feeds]),
             roots=roots,
-            num_fed=np.array(depths) - 1,
-            num_nodes=np.minimum(max_nodes, np.array(num_children) * depths),
+            num_fed=np.array([spec.num_slots for spec in specs]),
+            num_nodes=np.array([spec.num_nodes for spec in specs]),
             is_greedy=np.array([isinstance(spec, ShapeSpec) for spec in specs]),
-            temperatures=np.array(temperatures, np.float32),
-            num_children=max(num_children),
+            temperatures=np.array([spec.temperature if isinstance(spec, BeamSpec) else 1 for spec in specs], np.float32),
+            num_children=max(map(children_per_node, specs)),
         )
-
-
-@cache
-def _as_beam(num_nodes: int) -> BeamSpec:
-    """Return the beam that has the places of a greedy chain."""
-    return BeamSpec(num_nodes, num_nodes, 1, 1, 1.0)
 
 
 def children_per_node(spec: GrowthSpec) -> int:

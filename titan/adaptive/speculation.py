@@ -104,8 +104,8 @@ class AdaptiveSpeculation:
                 plan.worths[i] = worth
 
     def _candidate(self, request: Request) -> Candidate:
-        params, history = request.params, request.draft_history
-        if history.temperature is None and params.is_greedy and self._log_temperature is not None:
+        history = request.draft_history
+        if history.temperature is None and request.params.is_greedy and self._log_temperature is not None:
             history.start_at(exp(self._log_temperature))
         return Candidate(
             history.acceptance,
@@ -114,7 +114,7 @@ class AdaptiveSpeculation:
             request.num_remaining_tokens,
             self._stops_early(request),
             1 / history.tokens_per_step.value if self.is_latency else 1.0,
-            not params.has_transforms,
+            not request.has_transforms,
             self._num_reviewable(request),
         )
 
@@ -183,8 +183,8 @@ class AdaptiveSpeculation:
         self.num_reserved = max(self.num_reserved, int(may_draft_a_node))
 
     def _follow_temperature(self, request: Request, num_observed: int = 1) -> None:
-        params, temperature = request.params, request.draft_history.temperature
-        if params.is_greedy and not params.has_transforms and temperature is not None:
+        temperature = request.draft_history.temperature
+        if request.params.is_greedy and not request.has_transforms and temperature is not None:
             before = log(temperature) if self._log_temperature is None else self._log_temperature
             self._log_temperature = before + (log(temperature) - before) * (1 - (1 - TEMPERATURE_RATE) ** num_observed)
 

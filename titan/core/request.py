@@ -58,7 +58,7 @@ class Request:
     siblings: tuple[Request, ...] = ()  # all completions of the prompt, itself included; empty if it is the only one
     terms: RequestTerms = field(default_factory=RequestTerms)
 
-    has_transforms: bool = field(init=False)  # the params'
+    has_transforms: bool = field(init=False)  # of the params, which take long to say so
     token_ids: list[int] = field(init=False)  # prompt and output
     block_ids: array[int] = field(default_factory=partial(array, "q"))  # block table, for the target's and the draft's cache
     swapped_block_ids: array[int] = field(default_factory=partial(array, "q"))  # in place of block_ids, while it is swapped out
