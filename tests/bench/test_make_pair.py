@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from make_pair import LATE_LAYER_SCALE, greedy_agreement, make_pair, pair_config, save_pair
+from make_pair import greedy_agreement, late_layer_scale, make_pair, pair_config, save_pair
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
@@ -16,6 +16,7 @@ def small_config(num_layers: int = 4) -> LlamaConfig:
 
 
 def test_the_draft_is_the_first_two_layers_and_the_later_ones_are_scaled_down() -> None:
+    assert late_layer_scale(16) == 0.0625  # so the pair of 16 layers stays what it was
     target, draft = make_pair(small_config(), weight_scale=1.0)
     weights = target.state_dict()
     assert draft.config.num_hidden_layers == 2 and target.config.num_hidden_layers == 4
@@ -24,7 +25,7 @@ def test_the_draft_is_the_first_two_layers_and_the_later_ones_are_scaled_down() 
     for name, size in [("self_attn.o_proj", 32), ("mlp.down_proj", 64)]:
         early, late = (weights[f"model.layers.{layer}.{name}.weight"].float().std() * size**0.5 for layer in (1, 2))
         assert abs(early - 1.0) < 0.15
-        assert abs(late - LATE_LAYER_SCALE) < 0.15 * LATE_LAYER_SCALE
+        assert abs(late / late_layer_scale(4) - 1.0) < 0.15
 
 
 def test_agreement_is_total_without_late_layers_and_partial_with_them() -> None:
