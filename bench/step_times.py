@@ -31,6 +31,8 @@ class TimedSteps:
             return {}
         whole, propose = sum(each.whole for each in self.steps), sum(each.draft for each in self.steps)
         target, draft = sum(each.target for each in self.steps), sum(each.seconds for each in self.growths)
+        if not draft and self.growths:  # on a device that is not asked in between
+            draft = propose
         speculation = propose + sum(each.inputs + each.verify for each in self.steps)
         figures = {
             "ms/step": 1e3 * whole / num_steps,
@@ -48,12 +50,8 @@ class TimedSteps:
 
 @contextmanager
 def step_times(engine: Engine) -> Iterator[TimedSteps]:
-    """Collect the times of an engine's steps as long as the context lasts; none on a device that works on its own."""
-    times = TimedSteps()
-    if not engine.backend.is_host:  # all parts of a pass would be the target's
-        yield times
-        return
-    note, propose = engine._log.note, engine._propose
+    """Collect the times of an engine's steps as long as the context lasts."""
+    times, note, propose = TimedSteps(), engine._log.note, engine._propose
 
     def note_and_keep(end: float, parts: StepTimes, *rest: Any) -> None:
         times.steps.append(parts)

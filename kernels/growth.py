@@ -86,9 +86,9 @@ def grow_by_passes(
         for growth, logits in zip(active, of_growths, strict=True):
             growth.extend(depth, logits)
     trees = backend.trees.select([growth.candidates() for growth in growths], num_rows)
-    if not backend.is_host:
-        return trees
     first_scores = np.full(num_rows, np.nan, np.float32)
+    if not backend.is_host:
+        return replace(trees, growth=passes.report(first_scores)._replace(seconds=0.0))
     for growth in growths:
         if isinstance(growth, BeamGrowth):
             first_scores[growth.rows] = growth.first_scores.numpy()

@@ -415,6 +415,12 @@ class Backend(Protocol):
     def download(self, tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
         """Return tensors as arrays on the host; waits until the device has computed them. They may share memory."""
 
+    def mark(self) -> Any:
+        """Return a mark of now on a host, and elsewhere of when the device is done with all that was launched, without waiting."""
+
+    def seconds_between(self, marks: Sequence[Any]) -> list[float]:
+        """Return the seconds from each mark to the next, on the clock of the device; waits until it has passed the last one."""
+
     def warm_up(self, vocab_size: int, dtype: torch.dtype) -> Sequence[WarmUp]:
         """Return what compiles the operations on trees and distributions; nothing where they are compiled already.
 

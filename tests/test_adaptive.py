@@ -143,7 +143,7 @@ def test_tokens_do_not_depend_on_the_clock(zoo: Zoo, sampling: str, clock: str, 
     plain = run_all(adaptive_engine(zoo, "llama", **options | {"speculation": "off"}), PROMPTS, params)
     num_nodes, now = list[int](), accumulate(CLOCKS[clock](Random(0)))
     fake = SimpleNamespace(perf_counter=lambda: next(now))
-    for module in ("titan.engine", "titan.adaptive.profile", "titan.kernels.growth"):
+    for module in ("titan.engine", "titan.adaptive.profile", "titan.kernels.growth", "titan.kernels.torch.backend"):
         monkeypatch.setattr(f"{module}.time", fake)
     for draft_seconds in (1e-9, 1e-3, 10.0):
         curves = [PassCost([1, 8, 64], [1e-3, 1e-3, 4e-3]), PassCost([1], [draft_seconds])]

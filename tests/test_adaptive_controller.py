@@ -444,11 +444,10 @@ def test_steps_until_a_probe_is_due() -> None:
     assert probes.is_due and probes.num_steps_until_due(1.0, 7) == 0
 
 
-@pytest.mark.parametrize("has_passes", [True, False], ids=["passes are known", "they are not"])
 @pytest.mark.parametrize("share", [1.0, 0.5], ids=["as planned", "half of that"])
-def test_drafting_ends_where_it_brings_less_than_was_planned(has_passes: bool, share: float) -> None:
+def test_drafting_ends_where_it_brings_less_than_was_planned(share: float) -> None:
     """What is known of acceptance stays as it is: the fault lies elsewhere."""
-    controller, num_drafting = Controller(Costs(BIG.curve(BIG.target), BIG.curve(BIG.draft), is_timed=has_passes)), 0
+    controller, num_drafting = Controller(Costs(BIG.curve(BIG.target), BIG.curve(BIG.draft))), 0
     rng = np.random.default_rng(0)
     for _ in range(200):
         load = Load([Candidate(counts(0.7, 20.0), 6, 2, 256, False) for _ in range(4)], 4, 400)
@@ -468,8 +467,7 @@ def test_drafting_ends_where_it_brings_less_than_was_planned(has_passes: bool, s
         passes, rows = max(nodes), sum(nodes)
         draft, target = passes * BIG.draft(rows / passes, 400), BIG.target(4 + rows, 400)
         seconds = BIG.host(4, sum(map(bool, nodes))) + draft + target
-        of_draft = (passes, rows, seconds, draft, target) if has_passes else (0, 0, seconds, 0.0, draft + target)
-        controller.observe(Outcome(nodes, int(rng.poisson(share * expected)), *of_draft))
+        controller.observe(Outcome(nodes, int(rng.poisson(share * expected)), passes, rows, seconds, draft, target))
     assert num_drafting > 150 if share == 1.0 else 0 < num_drafting < 60
 
 

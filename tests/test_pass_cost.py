@@ -123,10 +123,9 @@ def test_cold_steps_teach_little_among_others() -> None:
     assert costs.target.predict(8, 0, True) < 1.02 * 2.0
 
 
-@pytest.mark.parametrize("is_timed", [True, False])
-def test_steps_that_were_decided_on_together_teach_their_means(is_timed: bool) -> None:
+def test_steps_that_were_decided_on_together_teach_their_means() -> None:
     """As steps of as many rows and as much time, cold ones if any is; passes of the draft count one by one."""
-    alike, different = Costs(cost(), cost(), is_timed=is_timed), Costs(cost(), cost(), is_timed=is_timed)
+    alike, different = Costs(cost(), cost()), Costs(cost(), cost())
     outcomes = [Outcome([2] * 4, 5, 2, 8, 6.0, 3.0, 2.5, 0.1), Outcome([4] * 4, 7, 4, 16, 10.0, 5.0, 3.5, 0.3)]
     mean = Outcome([3] * 4, 6, 3, 12, 8.0, 4.0, 3.0, 0.2)
     for _ in range(3):

@@ -196,18 +196,16 @@ class Engine:
         self.kv.clear_new_blocks()  # blocks are needed per token, and this is not of each step
         if not plan.is_plain:
             self.kv.clear_draft_blocks(request for i, request in enumerate(plan.requests) if plan.feeds_draft(i))
-        times = watch.times
-        times.prepare += watch.lap()
+        watch.times.prepare += watch.lap()
+        marks = [self.backend.mark()]
         trees, report = self._propose(plan), self._review(plan)
-        times.draft += watch.lap()
+        marks.append(self.backend.mark())
         batch = target_batch(plan, trees, block_size=self.kv.block_size)
-        times.inputs += watch.lap()
+        marks.append(self.backend.mark())
         logits, prompt_logits = split_logits(batch, self.runner.forward(batch), self.backend.upload)
-        times.target += watch.lap()
+        marks.append(self.backend.mark())
         acceptance = collect(self.backend, launch(self.backend, plan, trees, batch.logits_start_loc, logits))
-        times.verify += watch.lap()
-        if not self.backend.is_host:
-            times.merge_pass()
+        watch.times.note_pass(self.backend.seconds_between(marks), watch.lap())
         if prompt_logits is not None:
             acceptance.prompt_logprobs.update(prompt_logprobs(plan, prompt_logits, self.backend.upload))
         return _Passed(acceptance, trees.growth, report)
@@ -436,7 +434,7 @@ class Engine:
             warnings.warn(f"passes could not be measured, so speculation='fixed' is used: {error}", stacklevel=2)
             return None
         target = self._target_cost or self._keep_target_cost(costs.pop(0))
-        controller = Controller(Costs(target, costs[0] if costs else None, is_timed=self.backend.is_host))
+        controller = Controller(Costs(target, costs[0] if costs else None))
         return AdaptiveSpeculation(controller, drafter, max_draft_tokens, options.speculation_target == "latency")
 
     def _make_pace(self) -> Pace | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -92,6 +94,12 @@ class TorchBackend:
 
     def download(self, tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
         return [tensor.cpu().numpy() for tensor in tensors]
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds_between(self, marks: Sequence[float]) -> list[float]:
+        return [after - before for before, after in pairwise(marks)]
 
     def warm_up(self, vocab_size: int, dtype: torch.dtype) -> Sequence[WarmUp]:
         return ()

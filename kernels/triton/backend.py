@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import torch
@@ -128,6 +129,19 @@ class TritonBackend:
 
     def download(self, tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
         return download(tensors)
+
+    def mark(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds_between(self, marks: Sequence[Any]) -> list[float]:
+        if self.device.type != "cuda":
+            return [after - before for before, after in pairwise(marks)]
+        marks[-1].synchronize()
+        return [before.elapsed_time(after) / 1e3 for before, after in pairwise(marks)]
 
     def warm_up(self, vocab_size: int, dtype: torch.dtype) -> Sequence[WarmUp]:
         few, many, _ = CANDIDATES  # the third is more than any drafter here selects from

@@ -9,7 +9,7 @@ Legend: n chains, D depths and k children of each node as in `chain_trees`; R re
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from titan.core.arrays import Ints
 from titan.core.growth import Feed, GrowthSpec
 from titan.core.kv_tensor import KVTensor
-from titan.core.trees import DraftTrees
+from titan.core.trees import DraftTrees, GrowthReport
 from titan.kernels.growth import Forward, root_batch
 from titan.kernels.interfaces import Backend, Model, PassInputs
 from titan.kernels.triton.attention_plan import DeviceLayout
@@ -154,9 +154,12 @@ class DraftChains:
         num_tokens = min(vocab_size, root_logits.shape[1])
         if chains.num_children == 1:
             drafted, columns = self._draft(root_logits, chains, num_tokens, node_columns(chains))
-            return greedy_trees(chains, num_rows, drafted, columns)
-        drafted, columns = self._draft(root_logits, chains, num_tokens, child_columns(chains))
-        return self._backend.trees.select([sibling_candidates(chains, drafted, columns)], num_rows)
+            trees = greedy_trees(chains, num_rows, drafted, columns)
+        else:
+            drafted, columns = self._draft(root_logits, chains, num_tokens, child_columns(chains))
+            trees = self._backend.trees.select([sibling_candidates(chains, drafted, columns)], num_rows)
+        passes, rows = 1 + int(chains.num_fed[0]), len(batch.token_ids) + int(chains.num_fed.sum())
+        return replace(trees, growth=GrowthReport(passes, rows, 0.0, np.full(num_rows, np.nan, np.float32)))
 
     def warm_up(self, specs: Sequence[GrowthSpec], vocab_size: int) -> list[Callable[[], object]]:
         """Return recordings of all graphs that trees up to these need, the largest first; ``vocab_size`` as in `grow`."""

@@ -21,12 +21,10 @@ class Costs:
     Args:
         target: cost of the target's passes.
         draft: cost of the draft's passes; ``None``: it is part of the host's time.
-        is_timed: whether the times of passes are known; else only those of steps.
     """
 
-    def __init__(self, target: PassCost, draft: PassCost | None, *, is_timed: bool = True) -> None:
+    def __init__(self, target: PassCost, draft: PassCost | None) -> None:
         self.target, self.draft, self.host = target, draft, HostTime()
-        self._is_timed = is_timed
         self._was_drafting, self._num_alike = False, 0
 
     def plain_seconds(self, load: Load, num_requests: int | None = None) -> float:
@@ -84,9 +82,6 @@ class Costs:
         rows, of_draft = load.num_rows + sum([sum(each.num_nodes) for each in outcomes]) / num_steps, context * num_drafting / n
         target_seconds = sum([each.target_seconds for each in outcomes]) / num_steps
         self._note_host(n, num_drafting, sum([each.host_seconds + each.deciding_seconds for each in outcomes]) / num_steps, is_cold)
-        if not self._is_timed:
-            self._note_together(rows, context, max(num_nodes), (num_drafting, of_draft), target_seconds, num_steps)
-            return
         if load.num_rows != n:  # what prompts take says little of what decodes do
             return
         _note_pass(self.target, (rows, context), target_seconds, is_cold, is_alternating=True, num_steps=num_steps)
@@ -124,17 +119,6 @@ class Costs:
         elif is_cold and self.host.knows(num_requests, num_drafting):
             seconds = _warm(seconds, self.host.predict(num_requests, num_drafting))
         self.host.note(num_requests, num_drafting, seconds)
-
-    def _note_together(
-        self, rows: float, context: int, passes: int, size: tuple[int, float], seconds: float, num_steps: int
-    ) -> None:
-        """Note passes of target and draft, whose time together is known: each as the same multiple of what was expected."""
-        target = self.target.predict(rows, context, True)
-        draft = 0.0 if self.draft is None else self.draft.predict(*size)
-        ratio = seconds / (target + passes * draft)
-        self.target.note(rows, context, ratio * target, True, num_steps)
-        if self.draft is not None:
-            self.draft.note(*size, ratio * draft, num_steps=num_steps)
 
 
 def _note_pass(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class StepTimes:
-    """Seconds of the parts of a step; see `merge_pass` for a device that works on its own."""
+    """Seconds of the parts of a step."""
 
     schedule: float = 0.0
     prepare: float = 0.0  # deciding on drafts, clearing blocks and learning from the step: what is not of each step
@@ -18,10 +18,11 @@ class StepTimes:
     verify: float = 0.0
     commit: float = 0.0
 
-    def merge_pass(self) -> None:
-        """Count drafting, inputs and verifying as the target's: the host waits for all of them at once."""
-        self.target += self.draft + self.inputs + self.verify
-        self.draft = self.inputs = self.verify = 0.0
+    def note_pass(self, parts: Sequence[float], whole: float) -> None:
+        """Add drafting, inputs and the target's pass, and what is left of the time of all of them and of verifying."""
+        draft, inputs, target = parts
+        self.draft, self.inputs, self.target = self.draft + draft, self.inputs + inputs, self.target + target
+        self.verify += max(0.0, whole - draft - inputs - target)
 
     @property
     def whole(self) -> float:
