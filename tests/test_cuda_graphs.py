@@ -20,17 +20,17 @@ import torch
 from interpreted import DEVICE, eager_capture, triton_backend
 from tiny_models import make_model
 from torch import Tensor
-from twins import BLOCK_SIZE, BLOCKS_PER_REQUEST, LIMITS, NUM_REQUESTS, Twins
+from twins import BLOCK_SIZE, BLOCKS_PER_REQUEST, LIMITS, NUM_REQUESTS, Part, Twins
 
 from titan.core.batch import NodeQueries, QueryRow
 from titan.core.growth import BeamSpec, Feed, ShapeSpec, shape_plan
 from titan.core.limits import MAX_NODES
-from titan.core.trees import EMPTY_TREE
+from titan.core.trees import EMPTY_TREE, DraftTree
 from titan.kernels.growth import _lay_out_frontiers
 from titan.kernels.interfaces import PassCounts, PassLimits
 from titan.kernels.triton import cuda_graphs
 from titan.kernels.triton.backend import TritonBackend
-from titan.kernels.triton.cuda_graphs import POOL_STREAMS, GraphSizes, PassSize, Replay, cuda_graph_capture
+from titan.kernels.triton.cuda_graphs import CHUNKED_TOKENS, POOL_STREAMS, GraphSizes, PassSize, Replay, cuda_graph_capture
 from titan.kernels.triton.upload import ALIGNMENT, download, upload
 
 # sizes
@@ -43,7 +43,6 @@ def test_every_small_pass_finds_a_size_that_holds_it_and_these_are_few(
     monkeypatch.setattr(cuda_graphs, "MAX_GRAPH_TOKENS", 512)
     sizes = GraphSizes(PassLimits(num_requests, query_len, num_blocks=8))
     assert sizes.find(PassSize(num_requests + 1, num_requests + 1, 1)) is None
-    assert sizes.find(PassSize(query_len + 1, 1, query_len + 1)) is None
     found = set()
     for requests in range(1, num_requests + 1):
         for longest in range(1, query_len + 1):
@@ -56,9 +55,26 @@ def test_every_small_pass_finds_a_size_that_holds_it_and_these_are_few(
                 assert size.num_tokens >= num_tokens and size.num_requests >= requests and size.max_query_len >= longest
                 assert size.num_tokens <= sizes.largest.num_tokens and size.num_requests <= sizes.largest.num_requests
                 assert size.num_requests <= max(requests * 1.25, requests + 7)
-    reachable = sizes.reachable()
-    assert set(reachable) == found and len(reachable) == len(found) and reachable == sorted(reachable, reverse=True)
     assert len(found) <= 5 * len(sizes.request_counts) or query_len == 17
+    chunked, largest = set(), CHUNKED_TOKENS[-1]
+    for requests in range(1, num_requests + 1):
+        for num_tokens in range(requests + query_len, largest + 2):
+            size = sizes.find(PassSize(num_tokens, requests, query_len + 1))
+            assert (size is None) == (num_tokens > largest)
+            if size is not None:
+                chunked.add(size)
+                assert size.num_tokens <= max(16, (1.34 if num_tokens > 128 else 2) * num_tokens)
+                assert largest >= size.max_query_len == size.num_tokens >= num_tokens and size.num_requests >= requests
+    assert len(chunked) <= 2 * len(CHUNKED_TOKENS) and sizes.largest.num_tokens >= largest
+    reachable = sizes.reachable()
+    assert (
+        set(reachable) == found | chunked and len(reachable) == len(set(reachable)) and reachable == sorted(reachable, reverse=True)
+    )
+
+
+def test_no_size_is_small_where_no_pass_is() -> None:
+    sizes = GraphSizes(PassLimits(num_requests=4, query_len=0, num_blocks=8))
+    assert sizes.find(PassSize(1, 1, 1)) is None and sizes.find(PassSize(20, 2, 19)) is None
 
 
 def test_a_size_has_as_many_tokens_per_request_as_are_needed_unless_they_are_free() -> None:
@@ -246,27 +262,46 @@ def test_a_replay_has_the_very_bits_of_the_run_before_its_capture(folder: Path) 
     assert len(outputs[0]) == 12 and outputs[0][:9].any(1).all() and not outputs[0][9:].any()
 
 
-def test_after_a_warm_up_every_small_pass_is_replayed_over_a_cache_that_was_kept(folder: Path) -> None:
+def test_after_a_warm_up_every_small_pass_is_replayed_over_a_cache_that_was_kept(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_graphs, "CHUNKED_TOKENS", (16, 32))
     twins = Twins(folder, triton_backend())
     before = twins.kvs[1].clone().view(torch.uint8)
     with torch.inference_mode():
         for run in (*twins.runner.warm_up([SPEC, BEAM], 131), *twins.runner.backend.warm_up(131, torch.float32)):
             run()
     assert torch.equal(twins.kvs[1].view(torch.uint8), before) and twins.counts == PassCounts()
-    shapes = [[3], [1, 3], [3, 3, 3], [1]]
+    shapes = [[3], [1, 3], [3, 3, 3], [1], [20, 3, 1]]
     for shape in shapes:
-        twins.run(twins.parts(shape))
+        twins.run(chunks_and_trees(twins, shape))
     assert twins.counts == PassCounts(num_replayed=len(shapes))
 
 
-def test_prefill_and_long_tables_run_eagerly(folder: Path) -> None:
+def chunks_and_trees(twins: Twins, query_lens: Sequence[int]) -> list[Part]:
+    """Verifications, and where queries are longer, chunks; every second of these needs logits."""
+    parts = list[Part]()
+    for (row, tree), query_len in zip(twins.parts(query_lens), query_lens, strict=True):
+        is_chunk, needs_logits = query_len > LIMITS.query_len, query_len % 2 == 0
+        chunk = QueryRow(row.block_ids, row.start, twins.tokens(query_len), needs_logits), EMPTY_TREE
+        parts.append(chunk if is_chunk else (row, tree))
+    return parts
+
+
+def test_prefill_chunks_are_replayed_beside_verifications(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each size twice, with other chunks, contexts and trees; what is too long runs eagerly, and so does a chunk before a tree."""
+    monkeypatch.setattr(cuda_graphs, "CHUNKED_TOKENS", (16, 32, 48))
     twins = Twins(folder, triton_backend())
-    table = list(range(BLOCKS_PER_REQUEST))
+    for shape in ([9], [20, 3, 1], [5, 1, 4], [30], [2, 31, 3], [40, 7], [4, 4, 4, 4]):
+        twins.run(chunks_and_trees(twins, shape))
+    assert twins.counts == PassCounts(num_replayed=4, num_eager=3)
     too_long = list(range(BLOCKS_PER_REQUEST + MAX_NODES // BLOCK_SIZE + 2))
+    branching = DraftTree(np.array([7, 8]), np.array([-1, -1], np.int32))
     for _ in range(2):
-        twins.run([(QueryRow(table, 3, list(range(3, 12)), needs_logits=False), EMPTY_TREE)])
+        twins.run(chunks_and_trees(twins, [48, 1]))
         twins.run([(QueryRow(too_long, 30, [9]), EMPTY_TREE)])
-    assert twins.counts == PassCounts(num_replayed=0, num_eager=4)
+        twins.run([(QueryRow(too_long[:BLOCKS_PER_REQUEST], 3, twins.tokens(9)), branching)])
+    assert twins.counts == PassCounts(num_replayed=4, num_eager=9)
 
 
 def test_a_beam_after_the_last_root_of_a_request_is_replayed(folder: Path) -> None:

@@ -24,6 +24,12 @@ from titan.kernels.interfaces import PassCounts, PassLimits
 MAX_GRAPH_TOKENS = 4096
 """Most tokens of a graph; larger passes keep the device busy for longer than it takes to launch them."""
 
+CHUNKED_TOKENS = (16, 32, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+"""Tokens of graphs of passes with prefill chunks: launched one by one, the kernels of 8 B took the host of an H200 17 ms."""
+
+FEW_REQUESTS = 16
+"""Requests that such passes are padded to; where there are more, to the most that there may be."""
+
 MAX_FREE_TOKENS = 64
 """Tokens up to which padding is free: by arithmetic, such a pass waits for the weights as long as one of a single token does."""
 
@@ -43,28 +49,35 @@ class GraphSizes:
     """The sizes that passes are padded to.
 
     Requests are padded by at most a quarter, or to a small number; the longest query to 1, 8, 64 or the limit, as it only decides
-    how attention is tiled; tokens to a number per request, or in a small pass to that of the longest query.
+    how attention is tiled; tokens to a number per request, or in a small pass to that of the longest query. With a prefill chunk, a
+    query longer than the limit, any query may have all tokens of the pass.
 
     Args:
-        limits: of the passes.
+        limits: of passes without prefill chunks.
     """
 
     def __init__(self, limits: PassLimits) -> None:
         self.request_counts = _ladder(limits.num_requests, [1, 2, 4, 8, 16, 24, 32])
         self.query_lens = _ladder(limits.query_len, [1, 8, 64])
         self.tokens_per_request = _ladder(limits.query_len, [1, 2, 4, 8, 16, 32, 64])
+        self._chunked_requests = sorted({min(FEW_REQUESTS, limits.num_requests), limits.num_requests})
+        self._chunked_tokens = CHUNKED_TOKENS if limits.query_len else ()
 
     @property
     def largest(self) -> PassSize:
-        """The most tokens, requests and tokens per request of any size."""
+        """The most tokens and requests of any size, and the longest query of one without chunks."""
         num_requests, query_len = self.request_counts[-1], self.query_lens[-1]
-        return PassSize(min(num_requests * query_len, MAX_GRAPH_TOKENS), num_requests, query_len)
+        num_tokens = min(num_requests * query_len, MAX_GRAPH_TOKENS)
+        return PassSize(max([num_tokens, *self._chunked_tokens]), num_requests, query_len)
 
     def find(self, size: PassSize) -> PassSize | None:
         """Return the smallest size that holds a pass; ``None`` if none does."""
         num_tokens, num_requests, max_query_len = size
-        if num_requests > self.request_counts[-1] or max_query_len > self.query_lens[-1]:
+        if num_requests > self.request_counts[-1]:
             return None
+        if max_query_len > self.query_lens[-1]:
+            num_tokens = next((each for each in self._chunked_tokens if each >= num_tokens), 0)
+            return PassSize(num_tokens, _at_least(self._chunked_requests, num_requests), num_tokens) if num_tokens else None
         num_requests, max_query_len = _at_least(self.request_counts, num_requests), _at_least(self.query_lens, max_query_len)
         per_request = max_query_len
         if num_requests * max_query_len > MAX_FREE_TOKENS:
@@ -81,6 +94,9 @@ class GraphSizes:
                 for per_request in self.tokens_per_request:
                     num_tokens = min(max(per_request * num_requests, fewest_tokens), num_requests * longest)
                     found.add(self.find(PassSize(num_tokens, num_requests, longest)))
+        for fewer, num_requests in pairwise([0, *self._chunked_requests]):
+            chunk = self.query_lens[-1] + 1  # of one request, beside one token of each other one
+            found |= {PassSize(each, num_requests, each) for each in self._chunked_tokens if each >= fewer + chunk}
         return sorted((size for size in found if size is not None), reverse=True)
 
 

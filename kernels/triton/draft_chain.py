@@ -149,7 +149,7 @@ class DraftChains:
         growing, layout = ordered[: len(root_logits)], batch.attention
         chains = Chains.of(growing, layout.seq_lens[: len(growing)] - 1)
         self._check(growing, chains.roots + chains.num_fed)
-        if not self._tables.holds(layout.block_table):  # the pass over the roots had a chunk
+        if not self._tables.holds(layout.block_table):  # the pass over the roots was too large for a graph
             self._tables.load(layout.block_table, *self._backend.upload([layout.block_table.astype(np.int32)]))
         num_tokens = min(vocab_size, root_logits.shape[1])
         if chains.num_children == 1:

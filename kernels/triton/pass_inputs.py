@@ -55,8 +55,8 @@ def upload_inputs(batch: RaggedBatch, device: torch.device, max_short_query: int
     _pack(batch, size, host)
     arrays: list[NDArray[Any]] = [host, batch.attention.block_table.astype(np.int32), *([] if rows is None else [rows])]
     data, block_table, *logits_rows = upload(arrays, device)
-    packed, short_query_len = PackedInputs.of(data, size), _short_query_len(batch, max_short_query)
-    inputs = _inputs(packed, size, block_table, batch.attention.block_size, short_query_len, *logits_rows)
+    packed, num_short = PackedInputs.of(data, size), short_query_len(batch, max_short_query)
+    inputs = _inputs(packed, size, block_table, batch.attention.block_size, num_short, *logits_rows)
     _place_nodes(batch.nodes, packed, inputs)
     return inputs
 
@@ -114,7 +114,7 @@ class StaticInputs:
     """Inputs that have fixed addresses for each size, as a CUDA graph needs them; all rows get logits.
 
     Args:
-        largest: most tokens, requests and tokens per request.
+        largest: most tokens and requests, and the longest query that is attended as a verification.
         tables: the block tables.
     """
 
@@ -122,7 +122,7 @@ class StaticInputs:
         self.device = tables.tensor.device
         num_bytes = _record(largest).itemsize + tables.tensor.nbytes
         self.packed = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        self._tables = tables
+        self._tables, self._max_short_query = tables, largest.max_query_len
         self._views: dict[PassSize, tuple[PackedInputs, PassInputs]] = {}  # of this memory
 
     def have_room_for(self, batch: RaggedBatch) -> bool:
@@ -133,7 +133,8 @@ class StaticInputs:
         """Upload a batch, padded to a size that holds it, to the memory of that size."""
         if size not in self._views:
             packed, block_size = PackedInputs.of(self.packed, size), batch.attention.block_size
-            inputs = _inputs(packed, size, self._tables.tensor[: size.num_requests], block_size, size.max_query_len)
+            num_short = min(size.max_query_len, self._max_short_query)
+            inputs = _inputs(packed, size, self._tables.tensor[: size.num_requests], block_size, num_short)
             self._views[size] = packed, inputs
         packed, inputs = self._views[size]
         block_table, num_bytes = batch.attention.block_table, _record(size).itemsize
@@ -205,7 +206,7 @@ def _place_nodes(nodes: NodeQueries | None, packed: PackedInputs, inputs: PassIn
         inputs.positions.index_copy_(0, rows, roots + nodes.depths)
 
 
-def _short_query_len(batch: RaggedBatch, max_short_query: int) -> int:
+def short_query_len(batch: RaggedBatch, max_short_query: int) -> int:
     """Return the length of the longest query of a verification, or of a prefill chunk with a branching tree after it."""
     layout = batch.attention
     query_lens = np.diff(layout.query_start_loc)

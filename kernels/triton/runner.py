@@ -18,7 +18,7 @@ from titan.kernels.interfaces import Backend, Model, PassCounts, PassLimits, War
 from titan.kernels.triton.attention_plan import MAX_REQUESTS, AttentionGeometry
 from titan.kernels.triton.cuda_graphs import Capture, GraphSizes, PassSize, Replays
 from titan.kernels.triton.draft_chain import DraftChains
-from titan.kernels.triton.pass_inputs import BlockTables, StaticInputs, size_of, upload_inputs, upload_rows
+from titan.kernels.triton.pass_inputs import BlockTables, StaticInputs, short_query_len, size_of, upload_inputs, upload_rows
 from titan.kernels.triton.tuning import TileConfig
 from titan.kernels.triton.warm_up import idle_batch
 
@@ -26,7 +26,7 @@ from titan.kernels.triton.warm_up import idle_batch
 class TritonRunner:
     """Runs a target or a draft without synchronizing.
 
-    Passes without prefill chunks are replayed, up to the final norm; the output head runs only for the rows that need logits.
+    Passes are replayed up to the final norm, but for the largest; the output head runs only for the rows that need logits.
     Nothing else depends on whether a pass is replayed, not even rounding: a size runs padded the first time too, before it is
     captured, and every time if memory is too short to capture it.
 
@@ -75,11 +75,11 @@ class TritonRunner:
 
     @property
     def padded_sizes(self) -> Sequence[int]:
-        return sorted({size.num_tokens for size in self._sizes.reachable()})
+        return sorted({size.num_tokens for size in self._sizes.reachable() if size.max_query_len <= self._max_query_len})
 
     def forward(self, batch: RaggedBatch) -> Tensor:
         self.model.config.check_positions(batch.attention.positions)
-        size = self._sizes.find(size_of(batch)) if self._static.have_room_for(batch) else None
+        size = self._size(batch)
         if size not in self._replays:
             self._counts.num_eager += 1
         if size is None:
@@ -106,6 +106,12 @@ class TritonRunner:
         for number, query_len in product(sorted(numbers), query_lens):
             passes.append(partial(self._eager_logits, idle([chunk, query_len, *[1] * (number - 2)])))
         return passes
+
+    def _size(self, batch: RaggedBatch) -> PassSize | None:
+        """Return the size that a batch is padded to; ``None``: it runs eagerly, as do branching trees behind long chunks."""
+        size, most = size_of(batch), self._max_query_len
+        has_long_tree = size.max_query_len > most and short_query_len(batch, most) > most
+        return self._sizes.find(size) if self._static.have_room_for(batch) and not has_long_tree else None
 
     def _choose_children(self, count: int, vocab_size: int) -> None:
         """Choose so many children of each node as growth does that is no graph, of logits that say nothing."""
