@@ -334,11 +334,12 @@ class TreeOps(Protocol):
 
 
 class PassLimits(NamedTuple):
-    """Bounds on an engine's small passes: decodes, verifications and drafting."""
+    """Bounds on an engine's passes, of which decodes, verifications and drafting are small."""
 
     num_requests: int
-    query_len: int  # of one request: the root and its draft tokens; 0: no pass is small
+    query_len: int  # of one request in a small pass: the root and its draft tokens; 0: no pass is small
     num_blocks: int  # for the tokens of one request
+    num_tokens: int  # of any pass
 
 
 @dataclass(slots=True)

@@ -206,23 +206,24 @@ class Fleet:
         """Make a step; return emitted tokens, seconds, nodes."""
         texts, machine, n = self.texts, self.machine, len(self.texts)
         context = sum(text.context for text in texts)
-        num_rows = n + self.chunk + sum(text.num_prefill for text in texts)
+        num_ending = sum(text.num_prefill for text in texts)
+        num_rows = n + self.chunk + num_ending
         is_alike = self.before == texts and num_rows == n
         is_dozing = is_alike and policy.dozes()
         repeats = is_alike and self._allows_decision() and policy.repeats()
         self.before = texts[:] if num_rows == n else []
-        if is_dozing or (not repeats and policy.rest(n, num_rows, sum(text.num_prefill > 0 for text in texts))):
+        if is_dozing or (not repeats and policy.rest(n, num_rows - num_ending, sum(text.num_prefill > 0 for text in texts))):
             target_seconds = self._noisy(machine.target(num_rows, context))
             seconds = self._noisy(machine.host(n, 0)) + target_seconds
             for text in texts:
                 text.advance(1, False, self.rng)
             if not is_dozing:
                 self.decision = None
-                policy.observe_rest(Load((), num_rows, context), n, Outcome([], 0, 0, 0, seconds, 0.0, target_seconds))
+                policy.observe_rest(Load((), num_rows, context, num_ending), n, Outcome([], 0, 0, 0, seconds, 0.0, target_seconds))
             return n, seconds, 0
         optimum = getattr(policy, "optimum", None)
         if not repeats:
-            self.decision = policy.choose(Load([self._candidate(text) for text in texts], num_rows, context))
+            self.decision = policy.choose(Load([self._candidate(text) for text in texts], num_rows, context, num_ending))
         assert self.decision is not None
         decision = self.decision
         deciding = machine.deciding[optimum is not getattr(policy, "optimum", None)] if optimum else 0.0

@@ -41,7 +41,7 @@ def test_every_small_pass_finds_a_size_that_holds_it_and_these_are_few(
     num_requests: int, query_len: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_graphs, "MAX_GRAPH_TOKENS", 512)
-    sizes = GraphSizes(PassLimits(num_requests, query_len, num_blocks=8))
+    sizes = GraphSizes(PassLimits(num_requests, query_len, num_blocks=8, num_tokens=2048))
     assert sizes.find(PassSize(num_requests + 1, num_requests + 1, 1)) is None
     found = set()
     for requests in range(1, num_requests + 1):
@@ -72,13 +72,19 @@ def test_every_small_pass_finds_a_size_that_holds_it_and_these_are_few(
     )
 
 
+def test_no_size_has_more_tokens_than_a_pass() -> None:
+    sizes = GraphSizes(PassLimits(num_requests=4, query_len=7, num_blocks=8, num_tokens=40))
+    assert sizes.find(PassSize(39, 2, 38)) == PassSize(40, 4, 40) and sizes.find(PassSize(41, 2, 38)) is None
+    assert max(sizes.reachable()).num_tokens == sizes.largest.num_tokens == 40
+
+
 def test_no_size_is_small_where_no_pass_is() -> None:
-    sizes = GraphSizes(PassLimits(num_requests=4, query_len=0, num_blocks=8))
+    sizes = GraphSizes(PassLimits(num_requests=4, query_len=0, num_blocks=8, num_tokens=2048))
     assert sizes.find(PassSize(1, 1, 1)) is None and sizes.find(PassSize(20, 2, 19)) is None
 
 
 def test_a_size_has_as_many_tokens_per_request_as_are_needed_unless_they_are_free() -> None:
-    sizes = GraphSizes(PassLimits(num_requests=32, query_len=7, num_blocks=8))
+    sizes = GraphSizes(PassLimits(num_requests=32, query_len=7, num_blocks=8, num_tokens=2048))
     assert sizes.find(PassSize(42, 6, 7)) == PassSize(56, 8, 7)
     assert sizes.find(PassSize(10, 4, 7)) == PassSize(28, 4, 7)
     assert sizes.find(PassSize(20, 14, 2)) == PassSize(32, 16, 7)
@@ -262,10 +268,7 @@ def test_a_replay_has_the_very_bits_of_the_run_before_its_capture(folder: Path) 
     assert len(outputs[0]) == 12 and outputs[0][:9].any(1).all() and not outputs[0][9:].any()
 
 
-def test_after_a_warm_up_every_small_pass_is_replayed_over_a_cache_that_was_kept(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cuda_graphs, "CHUNKED_TOKENS", (16, 32))
+def test_after_a_warm_up_every_small_pass_is_replayed_over_a_cache_that_was_kept(folder: Path) -> None:
     twins = Twins(folder, triton_backend())
     before = twins.kvs[1].clone().view(torch.uint8)
     with torch.inference_mode():
@@ -288,9 +291,8 @@ def chunks_and_trees(twins: Twins, query_lens: Sequence[int]) -> list[Part]:
     return parts
 
 
-def test_prefill_chunks_are_replayed_beside_verifications(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefill_chunks_are_replayed_beside_verifications(folder: Path) -> None:
     """Each size twice, with other chunks, contexts and trees; what is too long runs eagerly, and so does a chunk before a tree."""
-    monkeypatch.setattr(cuda_graphs, "CHUNKED_TOKENS", (16, 32, 48))
     twins = Twins(folder, triton_backend())
     for shape in ([9], [20, 3, 1], [5, 1, 4], [30], [2, 31, 3], [40, 7], [4, 4, 4, 4]):
         twins.run(chunks_and_trees(twins, shape))

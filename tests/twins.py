@@ -26,7 +26,7 @@ from titan.models.loader import load_model, open_model
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 40
 NUM_REQUESTS, BLOCKS_PER_REQUEST = 6, 4
-LIMITS = PassLimits(num_requests=4, query_len=3, num_blocks=BLOCKS_PER_REQUEST)
+LIMITS = PassLimits(num_requests=4, query_len=3, num_blocks=BLOCKS_PER_REQUEST, num_tokens=48)
 BOUNDS = {"float32": 1e-5, "bfloat16": 4e-2}
 
 Part = tuple[QueryRow, DraftTree]  # committed tokens, and what hangs at the last of them
@@ -111,7 +111,7 @@ class GrowthTwins:
         kvs = [KVTensor(each.kv_layout, 56, BLOCK_SIZE, each.device) for each in (plain, model)]
         self.counts = PassCounts()
         self.plain = TorchRunner(plain_backend, plain, kvs[0])
-        limits = PassLimits(num_requests=8, query_len=7, num_blocks=8)
+        limits = PassLimits(num_requests=8, query_len=7, num_blocks=8, num_tokens=512)
         self.runner: Any = backend.prepare(model, kvs[1], limits, self.counts)
         self.vocab_size = vocab_size
         for kv in kvs:

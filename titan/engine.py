@@ -113,7 +113,7 @@ class Engine:
         self._tokenizer = tokenizer
         max_blocks = -(-self.max_model_len // block_size)
         num_drafts = config.speculation.max_draft_tokens if is_drafting else 0
-        self._pass_limits = PassLimits(max_batch_size, 1 + num_drafts, max_blocks)
+        self._pass_limits = PassLimits(max_batch_size, 1 + num_drafts, max_blocks, config.schedule.max_num_batched_tokens)
         make_drafter = open_drafter(draft if is_drafting else None, config.model, self._draft_context())  # may refuse the draft
         target = load_model(model, dtype=self.dtype, backend=self.backend) if isinstance(model, Checkpoint) else model
         self._target = target

@@ -49,7 +49,7 @@ def runner(folder: Path, model_impl: str, dtype: str) -> Runner:
     """The model's runner, with KV for 8 requests."""
     model = load_model(open_model(ModelFiles(str(folder)), model_impl), dtype=dtype, backend=backend())
     kv = KVTensor(model.kv_layout, 8 * NUM_BLOCKS, BLOCK_SIZE, backend().device)
-    return backend().prepare(model, kv, PassLimits(8, 1 + NUM_NODES, NUM_BLOCKS), PassCounts())
+    return backend().prepare(model, kv, PassLimits(8, 1 + NUM_NODES, NUM_BLOCKS, 8 * (1 + NUM_NODES)), PassCounts())
 
 
 def make_batch(num_requests: int, num_nodes: int) -> RaggedBatch:

@@ -53,7 +53,7 @@ class GraphSizes:
     query longer than the limit, any query may have all tokens of the pass.
 
     Args:
-        limits: of passes without prefill chunks.
+        limits: of the passes.
     """
 
     def __init__(self, limits: PassLimits) -> None:
@@ -61,14 +61,15 @@ class GraphSizes:
         self.query_lens = _ladder(limits.query_len, [1, 8, 64])
         self.tokens_per_request = _ladder(limits.query_len, [1, 2, 4, 8, 16, 32, 64])
         self._chunked_requests = sorted({min(FEW_REQUESTS, limits.num_requests), limits.num_requests})
-        self._chunked_tokens = CHUNKED_TOKENS if limits.query_len else ()
+        # those from the limit on are one; without small passes there are none
+        self._chunked_tokens = sorted({min(each, limits.num_tokens) for each in CHUNKED_TOKENS if limits.query_len})
 
     @property
     def largest(self) -> PassSize:
         """The most tokens and requests of any size, and the longest query of one without chunks."""
         num_requests, query_len = self.request_counts[-1], self.query_lens[-1]
         num_tokens = min(num_requests * query_len, MAX_GRAPH_TOKENS)
-        return PassSize(max([num_tokens, *self._chunked_tokens]), num_requests, query_len)
+        return PassSize(max([num_tokens, *self._chunked_tokens[-1:]]), num_requests, query_len)
 
     def find(self, size: PassSize) -> PassSize | None:
         """Return the smallest size that holds a pass; ``None`` if none does."""

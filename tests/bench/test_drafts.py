@@ -35,7 +35,7 @@ BACKEND = choose_backend(torch.device("cpu"))
 def logits_of(model: Decoder, token_ids: list[int]) -> torch.Tensor:
     """Logits of every position: float32 [len(token_ids), vocab]."""
     kv = KVTensor(model.kv_layout, 4, 16, BACKEND.device)
-    runner = BACKEND.prepare(model, kv, PassLimits(num_requests=1, query_len=1, num_blocks=4), PassCounts())
+    runner = BACKEND.prepare(model, kv, PassLimits(num_requests=1, query_len=1, num_blocks=4, num_tokens=64), PassCounts())
     batches = (build_batch([QueryRow([0, 1, 2, 3], i, [token_id])], block_size=16) for i, token_id in enumerate(token_ids))
     return torch.cat([runner.forward(batch) for batch in batches]).float()
 

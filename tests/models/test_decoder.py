@@ -94,7 +94,7 @@ class Session:
     def __init__(self, model: Model, num_requests: int = 1) -> None:
         self.model = model
         kv = KVTensor(model.kv_layout, NUM_BLOCKS, BLOCK_SIZE, model.device)
-        self.runner = BACKEND.prepare(model, kv, PassLimits(num_requests, 64, NUM_BLOCKS), PassCounts())
+        self.runner = BACKEND.prepare(model, kv, PassLimits(num_requests, 64, NUM_BLOCKS, 256), PassCounts())
         order = np.random.default_rng(0).permutation(NUM_BLOCKS).tolist()
         self.block_ids = [order[i::num_requests] for i in range(num_requests)]
 

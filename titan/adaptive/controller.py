@@ -142,7 +142,7 @@ class Controller:
 
         Args:
             num_requests: that emit tokens.
-            num_rows: of the target's pass.
+            num_rows: of the target's pass, without those of prompts that end with them, but for one each.
             num_new: requests among them that emit their first one.
         """
         self._num_dozing = 0
@@ -322,7 +322,7 @@ class Controller:
     def _note_yield(self, load: Load, decision: Decision, outcomes: Sequence[Outcome]) -> None:
         """Compare what steps brought with what was planned, if they had nothing else to do, and the plan was for such steps."""
         planned, prices, n = self.optimum, self._prices, len(load.candidates)
-        if prices is None or decision.num_nodes != planned.num_nodes or not n == load.num_rows == prices.load.num_rows:
+        if prices is None or decision.num_nodes != planned.num_nodes or not n == load.num_rows == prices.load.num_lasting:
             return
         drafting, has_passes = [i for i, count in enumerate(decision.num_nodes) if count], self.costs.draft is not None
         more = planned.seconds - prices.plain_seconds

@@ -35,6 +35,12 @@ class Load(NamedTuple):
     candidates: Sequence[Candidate]
     num_rows: int  # of the target's pass: the candidates' roots and prefill chunks
     num_context_tokens: int  # before these rows, of all requests
+    num_ending: int = 0  # of these rows, those of prompts that end with them, but for one each
+
+    @property
+    def num_lasting(self) -> int:
+        """Rows that steps like this one have: prompts that end are over in the next."""
+        return self.num_rows - self.num_ending
 
 
 class Outcome(NamedTuple):

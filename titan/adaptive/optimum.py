@@ -90,7 +90,7 @@ class Prices:
         return max(self.target(high) - self.target(low), 0.0) / (high - low)
 
     def _pass(self, num_nodes: int) -> float:
-        return self._costs.target.predict(self.load.num_rows + num_nodes, self.load.num_context_tokens, True)
+        return self._costs.target.predict(self.load.num_lasting + num_nodes, self.load.num_context_tokens, True)
 
 
 def best(acceptance: Sequence[float], prices: Prices, yield_factor: float = 1.0, least: float = 1 + MARGIN) -> Optimum:

@@ -71,14 +71,15 @@ class AdaptiveSpeculation:
         num_new = [plan.requests[i].metrics.first_token_time for i in rows].count(None)
         is_first_try = len(plan.requests) == 1 and not self.controller.has_tried  # a long prompt is too much for a probe
         plan.drafts_prompts = self.controller.optimum.drafts or is_first_try
-        self._rests = self.controller.rest(len(rows), num_rows, num_new)
+        num_ending = sum([plan.num_tokens[i] for i in rows]) - len(rows)
+        self._rests = self.controller.rest(len(rows), num_rows - num_ending, num_new)
         self._last_requests = plan.requests if num_rows == len(rows) else []
         if self._rests:
-            self._load, self._decision = Load((), num_rows, num_context), NOTHING
+            self._load, self._decision = Load((), num_rows, num_context, num_ending), NOTHING
             for i in rows:
                 plan.draft_budgets[i] = 0
             return
-        self._load = Load([self._candidate(plan.requests[i]) for i in rows], num_rows, num_context)
+        self._load = Load([self._candidate(plan.requests[i]) for i in rows], num_rows, num_context, num_ending)
         self._decision = decision = self.controller.choose(self._load, has_room=self.num_reserved > 0)
         optimum = self.controller.optimum
         self.num_reserved = min(self.max_nodes, RESERVED_NODES * max(optimum.num_nodes, default=0))

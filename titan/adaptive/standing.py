@@ -37,7 +37,7 @@ class Standing:
         self._num_new += num_new
         if self._drafts:
             is_alike = num_requests == n and num_rows.bit_length() == rows.bit_length() and not self._num_new
-        else:  # more requests and rows only make drafts dearer, and prompts that end are over in the next step
+        else:  # more requests and rows only make drafts dearer
             are_new_few = not self._may_new_draft or self._num_new <= (1 - STEADY) * n
             is_alike = num_new > 0 or (are_new_few and num_requests >= STEADY * n and num_rows >= STEADY * rows)
         return is_alike and self.num_left > 0
@@ -56,7 +56,7 @@ class Standing:
             num_drafts: that the outcome goes by.
             plain_seconds: of a step without drafts.
         """
-        self._drafts, self._size, self._num_new = drafts, (len(load.candidates), load.num_rows), 0
+        self._drafts, self._size, self._num_new = drafts, (len(load.candidates), load.num_lasting), 0
         self._may_new_draft = may_new_draft
         worth_it = int(self._compare_seconds / (COMPARE_SHARE * plain_seconds))
         least, most = (DWELL, LONG_DWELL) if drafts else OFF_DWELL
