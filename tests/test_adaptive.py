@@ -26,6 +26,7 @@ from zoo import Zoo, random_prompts
 
 from titan import LLM, SamplingParams
 from titan.adaptive.controller import NUM_PLAIN, Controller
+from titan.adaptive.load import Outcome
 from titan.adaptive.pass_cost import PassCost
 from titan.core.draft_history import AcceptanceCounts
 from titan.core.growth import BeamSpec, Feed
@@ -412,6 +413,25 @@ def test_options_that_the_draft_does_not_see_teach_only_their_request(zoo: Zoo, 
     assert engine.adaptive.controller.past.weight == 0, "the one that left first tells of no others"
     run_all(engine, PROMPTS[:1], [greedy(20, ignore_eos=True)])
     assert 0 < engine.adaptive.controller.past.weight < 2, "one has left that tells of others"
+
+
+def test_passes_of_a_device_take_what_its_marks_say(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the draft tells how many there were, and of how many rows."""
+    curves, outcomes, observe = [PassCost([1, 64], [each] * 2) for each in (7.0, 1.0)], list[Outcome](), Controller.observe
+    monkeypatch.setattr(Engine, "_measure", lambda *_: curves)
+    monkeypatch.setattr(Controller, "observe", lambda *call: (outcomes.append(call[1]), observe(*call)))
+    backend = make_back_end("triton")
+    monkeypatch.setattr(backend, "mark", count().__next__)
+    monkeypatch.setattr(backend, "seconds_between", lambda marks: [1.0, 0.5, 7.0] if marks == sorted(marks) else [])
+    engine = adaptive_engine(zoo, "llama", backend=backend, **AMPLE | {"max_draft_tokens": 3})
+    assert run_all(engine, PROMPTS[2:4], [greedy(16, ignore_eos=True)] * 2) == written(zoo, [0, 0, 16, 16])[2:]
+    assert {(each.draft_seconds, each.target_seconds) for each in outcomes} == {(1.0, 7.0)}
+    drafting = [each for each in outcomes if sum(each.num_nodes)]
+    assert len(drafting) > 2
+    for each in drafting:
+        assert each.num_draft_passes == max(each.num_nodes) and each.num_draft_rows >= sum(each.num_nodes)
+    drafted = engine.adaptive.controller.costs.draft if engine.adaptive else None
+    assert drafted is not None and drafted.predict(2, 0) < 0.8, "of a step with three passes that took a second"
 
 
 @pytest.mark.parametrize("back_end", ["torch", "cpu", "triton"])

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -435,6 +435,27 @@ def test_what_was_drafted_is_learned_before_a_comparison_that_comes_early() -> N
     assert not controller.rest(5, 5, 1)
     controller.choose(load._replace(candidates=[*load.candidates, load.candidates[0]], num_rows=5))
     assert controller.costs.target.predict(8, 800, True) < before
+
+
+@pytest.mark.parametrize("num_others", [0, 100], ids=["nothing else", "a longer prompt beside it"])
+def test_a_new_request_is_compared_for_once_and_not_for_the_rows_of_its_prompt(num_others: int) -> None:
+    controller, load, outcome = drafting_controller()
+    controller.observe(outcome)
+    joined = load._replace(candidates=[*load.candidates, load.candidates[0]], num_rows=5 + num_others)
+    ends = joined._replace(num_rows=joined.num_rows + 60, num_ending=60)
+    with patch.object(controller, "_compare", wraps=controller._compare) as compare:
+        assert not controller.rest(5, ends.num_lasting, 1)
+        decision = controller.choose(ends)
+        controller.observe(outcome._replace(num_nodes=decision.num_nodes))
+        for _ in range(3):
+            assert not controller.rest(5, joined.num_rows, 0)
+            assert controller.choose(joined).num_nodes == decision.num_nodes
+    assert compare.call_count == 1
+    other, _, _ = drafting_controller()
+    other.observe(outcome)
+    other.rest(5, joined.num_rows, 1)
+    other.choose(joined)
+    assert other.optimum.num_nodes == decision.num_nodes and other.optimum.rate == pytest.approx(controller.optimum.rate, rel=0.02)
 
 
 def test_steps_until_a_probe_is_due() -> None:
