@@ -30,9 +30,8 @@ class TimedSteps:
         if not num_steps:
             return {}
         whole, propose = sum(each.whole for each in self.steps), sum(each.draft for each in self.steps)
-        target, draft = sum(each.target for each in self.steps), sum(each.seconds for each in self.growths)
-        if not draft and self.growths:  # on a device that is not asked in between
-            draft = propose
+        target, of_growths = sum(each.target for each in self.steps), [each.seconds for each in self.growths]
+        draft = propose if None in of_growths else sum(filter(None, of_growths))
         speculation = propose + sum(each.inputs + each.verify for each in self.steps)
         figures = {
             "ms/step": 1e3 * whole / num_steps,

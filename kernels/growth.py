@@ -88,7 +88,7 @@ def grow_by_passes(
     trees = backend.trees.select([growth.candidates() for growth in growths], num_rows)
     first_scores = np.full(num_rows, np.nan, np.float32)
     if not backend.is_host:
-        return replace(trees, growth=passes.report(first_scores)._replace(seconds=0.0))
+        return replace(trees, growth=passes.report(first_scores)._replace(seconds=None))
     for growth in growths:
         if isinstance(growth, BeamGrowth):
             first_scores[growth.rows] = growth.first_scores.numpy()

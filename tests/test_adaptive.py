@@ -434,6 +434,19 @@ def test_passes_of_a_device_take_what_its_marks_say(zoo: Zoo, monkeypatch: pytes
     assert drafted is not None and drafted.predict(2, 0) < 0.8, "of a step with three passes that took a second"
 
 
+@pytest.mark.parametrize("max_inter_token_s", [None, 1e9])
+def test_a_device_is_waited_for_by_who_looks_at_results_or_must_know_their_times(zoo: Zoo, max_inter_token_s: float | None) -> None:
+    """A prompt of three chunks: the step that looks begins when the device is done with those before, which are no part of it."""
+    backend, numbers = make_back_end("triton"), list[int]()
+    seconds_between = backend.seconds_between
+    backend.seconds_between = lambda marks: (numbers.append(len(marks)), seconds_between(marks))[1]  # type: ignore[method-assign]
+    options = {"prefill_chunk_size": 16, "max_inter_token_s": max_inter_token_s, "speculation": "off"}
+    engine = adaptive_engine(zoo, None, backend=backend, **AMPLE | options)
+    submit(engine, [list(range(5, 45))], [greedy(3, ignore_eos=True)])
+    drain(engine)
+    assert numbers == ([4] * 5 if max_inter_token_s else [1, 4, 4, 4])
+
+
 @pytest.mark.parametrize("back_end", ["torch", "cpu", "triton"])
 def test_growth_ends_early_where_the_host_can_look(zoo: Zoo, back_end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     Machine(monkeypatch)

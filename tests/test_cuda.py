@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from interpreted import DEVICE, ON_CUDA
-from stepping import greedy, make_engine, run_all, submit
+from stepping import drain, greedy, make_engine, run_all, submit
 from tiny_models import make_model
 from torch import Tensor
 from zoo import Zoo, random_prompts
@@ -85,6 +85,18 @@ def test_a_step_waits_for_nothing_but_its_look_at_the_results(
     for _ in range(3):
         engine.step()
     assert num_looks == 3 and engine.passes.num_replayed > num_replayed
+
+
+def test_the_device_tells_what_passes_take(zoo: Zoo) -> None:
+    """A chunk of a prompt is not waited for."""
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), device="cuda", num_kv_blocks=400, prefill_chunk_size=16)
+    submit(engine, [list(range(5, 45))], [greedy(20, ignore_eos=True)])
+    engine.step()
+    assert engine._is_ahead
+    drain(engine)
+    split = engine.metrics().recent.split
+    assert not engine._is_ahead and split.draft > 0 and split.target > 0
+    assert split.schedule + split.draft + split.target + split.verify + split.rest < 1.01
 
 
 def test_replays_of_the_target_are_right_after_a_swap(tmp_path: Path) -> None:

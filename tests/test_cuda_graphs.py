@@ -306,6 +306,22 @@ def test_prefill_chunks_are_replayed_beside_verifications(folder: Path) -> None:
     assert twins.counts == PassCounts(num_replayed=4, num_eager=9)
 
 
+def test_chunks_that_cannot_be_captured_are_padded_no_more_and_other_passes_are_replayed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured, succeed, num_tokens = count(), eager_capture(), list[int]()
+    twins = Twins(folder, TritonBackend(DEVICE, lambda: lambda function: succeed(function) if next(captured) else None))
+    run = twins.runner.model.hidden_states
+    monkeypatch.setattr(
+        twins.runner.model, "hidden_states", lambda inputs, kv: (num_tokens.append(len(inputs.token_ids)), run(inputs, kv))[1]
+    )
+    for shape in ([9], [9], [10, 1], [3], [20], [20]):
+        twins.run(chunks_and_trees(twins, shape))
+    assert num_tokens[:3] == [16, 9, 11], "the first size was tried once"
+    assert num_tokens[3:] == [3, 3, 32, 32, 32], "others run once more as they are captured"
+    assert twins.counts == PassCounts(num_replayed=1, num_eager=5)
+
+
 def test_a_beam_after_the_last_root_of_a_request_is_replayed(folder: Path) -> None:
     """It writes up to 63 nodes where the request itself has no slots any more."""
     twins = Twins(folder, triton_backend())

@@ -6,7 +6,7 @@ The rules of `limits`, over at most the last 1,024 steps:
 - queue: in at least half of the steps requests waited, for room among the running ones or for prompt tokens of the step.
 - KV memory: in at least a tenth of the steps requests waited, or gave way, for want of blocks.
 - draft: drafting takes at least a fifth of the time, and a larger share than the accepted tokens are of all tokens: without drafts
-  there would be more tokens per second. Where the device works on its own, the time of drafting is not known.
+  there would be more tokens per second.
 - host: what is not passes (scheduling, verifying, the rest) takes at least a third of the time.
 - Otherwise the target's passes: **compute** if a pass with twice the rows is expected to take at least half as long again, for then
   each row costs; **bandwidth** if not, for then the time goes into reading weights and KV, whatever the rows; **target** if the

@@ -141,6 +141,7 @@ class Engine:
         self.observers: list[StepObserver] = []
         self._log = StepLog()
         self._target_cost: PassCost | None = None  # measured when it is first needed
+        self._is_ahead = False  # whether the device may still be at the last pass
         self._swap_rule = SwapRule.of(config.schedule)
         self._use_drafter(drafter)
         if num_swapped:
@@ -196,6 +197,8 @@ class Engine:
         self.kv.clear_new_blocks()  # blocks are needed per token, and this is not of each step
         if not plan.is_plain:
             self.kv.clear_draft_blocks(request for i, request in enumerate(plan.requests) if plan.feeds_draft(i))
+        if self._is_ahead and (self._pace is not None or plan.emitting_rows()):
+            self.backend.seconds_between([self.backend.mark()])  # what the device is still at is no part of this step
         watch.times.prepare += watch.lap()
         marks = [self.backend.mark()]
         trees, report = self._propose(plan), self._review(plan)
@@ -204,8 +207,14 @@ class Engine:
         marks.append(self.backend.mark())
         logits, prompt_logits = split_logits(batch, self.runner.forward(batch), self.backend.upload)
         marks.append(self.backend.mark())
-        acceptance = collect(self.backend, launch(self.backend, plan, trees, batch.logits_start_loc, logits))
-        watch.times.note_pass(self.backend.seconds_between(marks), watch.lap())
+        launched = launch(self.backend, plan, trees, batch.logits_start_loc, logits)
+        acceptance = collect(self.backend, launched)
+        self._is_ahead = launched.verified is None and self._pace is None and not self.backend.is_host
+        if self._is_ahead:  # of prompts alone: nobody waits for them, or needs to know how long they take
+            watch.times.target += watch.lap()
+        else:
+            parts = self.backend.seconds_between(marks)
+            watch.times.note_pass(parts, watch.lap())
         if prompt_logits is not None:
             acceptance.prompt_logprobs.update(prompt_logprobs(plan, prompt_logits, self.backend.upload))
         return _Passed(acceptance, trees.growth, report)

@@ -43,7 +43,7 @@ class TorchBackend:
     """See `titan.kernels.interfaces.Backend`.
 
     Args:
-        device: any that PyTorch supports; `memory_for_kv` goes by the host's memory.
+        device: any that PyTorch supports; `memory_for_kv` goes by the host's memory, and times by when calls return.
         description: of the kernels, shown to users: says why faster ones are missing where they were to be expected.
         num_threads: that PyTorch uses while an engine of this back end runs; ``None``: as many as otherwise.
     """

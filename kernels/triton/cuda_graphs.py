@@ -1,4 +1,4 @@
-"""Replay of small passes as CUDA graphs: one launch in place of hundreds, which take the host longer than the device.
+"""Replay of passes as CUDA graphs: one launch in place of hundreds, which take the host longer than the device.
 
 A graph is captured for fixed shapes, so a batch is padded to the next of a small number of sizes. An engine can capture them all
 before it serves: to capture one on first use waits for the device, and may compile kernels.
@@ -22,10 +22,10 @@ from titan.core.out_of_memory import is_out_of_memory
 from titan.kernels.interfaces import PassCounts, PassLimits
 
 MAX_GRAPH_TOKENS = 4096
-"""Most tokens of a graph; larger passes keep the device busy for longer than it takes to launch them."""
+"""Most tokens of a graph without prefill chunks; larger passes keep the device busy for longer than it takes to launch them."""
 
 CHUNKED_TOKENS = (16, 32, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
-"""Tokens of graphs of passes with prefill chunks: launched one by one, the kernels of 8 B took the host of an H200 17 ms."""
+"""Tokens of graphs of passes with prefill chunks; larger ones keep the device busy for longer than it takes to launch them."""
 
 FEW_REQUESTS = 16
 """Requests that such passes are padded to; where there are more, to the most that there may be."""
@@ -128,6 +128,10 @@ class Replays:
         self._capture, self._counts, self._device, self._may_fail = capture, counts, device, may_fail
         self._has_failed = False
         self._replays: dict[Hashable, Replay | None] = {}
+
+    def lacks(self, key: Hashable) -> bool:
+        """Whether these passes could not be recorded, or none can."""
+        return self._has_failed or (key in self._replays and self._replays[key] is None)
 
     def __contains__(self, key: Hashable) -> bool:
         """Whether these passes were recorded, or could not be."""

@@ -159,7 +159,7 @@ class DraftChains:
             drafted, columns = self._draft(root_logits, chains, num_tokens, child_columns(chains))
             trees = self._backend.trees.select([sibling_candidates(chains, drafted, columns)], num_rows)
         passes, rows = 1 + int(chains.num_fed[0]), len(batch.token_ids) + int(chains.num_fed.sum())
-        return replace(trees, growth=GrowthReport(passes, rows, 0.0, np.full(num_rows, np.nan, np.float32)))
+        return replace(trees, growth=GrowthReport(passes, rows, None, np.full(num_rows, np.nan, np.float32)))
 
     def warm_up(self, specs: Sequence[GrowthSpec], vocab_size: int) -> list[Callable[[], object]]:
         """Return recordings of all graphs that trees up to these need, the largest first; ``vocab_size`` as in `grow`."""

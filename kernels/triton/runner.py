@@ -1,4 +1,4 @@
-"""The runner of a model with Triton kernels: a batch is uploaded in one copy, and small passes are replayed as CUDA graphs."""
+"""The runner of a model with Triton kernels: a batch is uploaded in one copy, and all but the largest passes are CUDA graphs."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class TritonRunner:
 
     Passes are replayed up to the final norm, but for the largest; the output head runs only for the rows that need logits.
     Nothing else depends on whether a pass is replayed, not even rounding: a size runs padded the first time too, before it is
-    captured, and every time if memory is too short to capture it.
+    captured, and every time if memory is too short to capture it, but for passes with prefill chunks, whose padding costs time.
 
     Args:
         backend: the one whose device the model is on.
         model: made with this back end's `layer_ops`.
         kv: of the model.
-        limits: of passes that are replayed.
+        limits: of the passes.
         tables: the block tables of these passes.
         counts: of passes; updated.
         capture: records passes.
@@ -64,7 +64,8 @@ class TritonRunner:
         self._sizes = GraphSizes(limits)
         self._tables = tables
         self._static = StaticInputs(self._sizes.largest, tables)
-        self._replays = Replays(capture, counts, backend.device, may_fail="transformers" in model.config.traits)
+        may_fail = "transformers" in model.config.traits
+        self._replays, self._chunked = (Replays(capture, counts, backend.device, may_fail=may_fail) for _ in range(2))
         self._counts = counts
 
     @cached_property
@@ -75,12 +76,14 @@ class TritonRunner:
 
     @property
     def padded_sizes(self) -> Sequence[int]:
-        return sorted({size.num_tokens for size in self._sizes.reachable() if size.max_query_len <= self._max_query_len})
+        sizes = self._sizes.reachable()
+        small = {size.num_tokens for size in sizes if not self._has_chunk(size)}
+        return sorted(small | {size.num_tokens for size in sizes if self._has_chunk(size) and size.num_tokens > max(small)})
 
     def forward(self, batch: RaggedBatch) -> Tensor:
         self.model.config.check_positions(batch.attention.positions)
         size = self._size(batch)
-        if size not in self._replays:
+        if size is None or size not in self._replays_of(size):
             self._counts.num_eager += 1
         if size is None:
             return self._eager_logits(batch)
@@ -95,7 +98,7 @@ class TritonRunner:
     def warm_up(self, specs: Sequence[GrowthSpec], vocab_size: int) -> Sequence[WarmUp]:
         """See `titan.kernels.interfaces.Runner`; of passes that run eagerly, all kinds of tiles and plans are compiled."""
         idle = partial(idle_batch, block_size=self.kv.block_size)
-        passes: list[WarmUp] = [partial(self._padded_hidden_states, idle([1]), size) for size in self._sizes.reachable()]
+        passes: list[WarmUp] = [partial(self._warm_up_size, idle([1]), size) for size in self._sizes.reachable()]
         if specs:
             passes += self._chains.warm_up(specs, vocab_size)
             counts = {1, *(spec.num_children for spec in specs if isinstance(spec, BeamSpec))}  # 1: of reviews
@@ -111,7 +114,19 @@ class TritonRunner:
         """Return the size that a batch is padded to; ``None``: it runs eagerly, as do branching trees behind long chunks."""
         size, most = size_of(batch), self._max_query_len
         has_long_tree = size.max_query_len > most and short_query_len(batch, most) > most
-        return self._sizes.find(size) if self._static.have_room_for(batch) and not has_long_tree else None
+        found = self._sizes.find(size) if self._static.have_room_for(batch) and not has_long_tree else None
+        return None if found is not None and self._has_chunk(found) and self._chunked.lacks(found) else found
+
+    def _has_chunk(self, size: PassSize) -> bool:
+        return size.max_query_len > self._max_query_len
+
+    def _replays_of(self, size: PassSize) -> Replays:
+        """Those of passes with chunks are others: where they cannot be recorded, those without may."""
+        return self._chunked if self._has_chunk(size) else self._replays
+
+    def _warm_up_size(self, batch: RaggedBatch, size: PassSize) -> None:
+        if not self._has_chunk(size) or not self._chunked.lacks(size):
+            self._padded_hidden_states(batch, size)
 
     def _choose_children(self, count: int, vocab_size: int) -> None:
         """Choose so many children of each node as growth does that is no graph, of logits that say nothing."""
@@ -138,6 +153,7 @@ class TritonRunner:
         def run() -> Tensor:
             return self.model.hidden_states(inputs, self.kv)
 
-        if size in self._replays:
-            return self._replays.run(size, run)
-        return self._replays.record(size, run, f"a pass of {size.num_tokens} tokens")
+        replays = self._replays_of(size)
+        if size in replays:
+            return replays.run(size, run)
+        return replays.record(size, run, f"a pass of {size.num_tokens} tokens")

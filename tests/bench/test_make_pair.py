@@ -3,9 +3,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from make_pair import greedy_agreement, late_layer_scale, make_pair, pair_config, save_pair
+from make_pair import SHAPES, greedy_agreement, late_layer_scale, make_pair, pair_config, save_pair
 from safetensors.torch import load_file
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from titan.kernels.torch.backend import TorchBackend
 from titan.models.loader import load_decoder
@@ -16,7 +16,7 @@ def small_config(num_layers: int = 4) -> LlamaConfig:
 
 
 def test_the_draft_is_the_first_two_layers_and_the_later_ones_are_scaled_down() -> None:
-    assert late_layer_scale(16) == 0.0625  # so the pair of 16 layers stays what it was
+    assert late_layer_scale(16) == 0.0625 and late_layer_scale(4) == 0.0625 * 7**0.5  # of 14 layers, and of 2
     target, draft = make_pair(small_config(), weight_scale=1.0)
     weights = target.state_dict()
     assert draft.config.num_hidden_layers == 2 and target.config.num_hidden_layers == 4
@@ -43,3 +43,10 @@ def test_same_seed_makes_the_same_pair_and_titan_loads_it(tmp_path: Path) -> Non
         model = load_decoder(str(tmp_path / role), dtype="bfloat16", backend=TorchBackend(torch.device("cpu")), pack=False)
         assert model.dtype == torch.bfloat16
         assert torch.equal(model.embedding, again.model.embed_tokens.weight)
+
+
+def test_the_larger_shape_is_that_of_llama_3_1_8b() -> None:
+    with torch.device("meta"):
+        target = LlamaForCausalLM(SHAPES["8b"]())
+    assert sum(weight.numel() for weight in target.parameters()) == 8_030_261_248
+    assert target.model.layers[0].self_attn.k_proj.weight.shape == (8 * 128, 4096)

@@ -235,7 +235,7 @@ class Controller:
         self.past.follow([each.counts for each in load.candidates if each.is_typical], self.fleet.agreement)
         estimates = self._estimates = estimate(self.fleet, self.past, [each.counts for each in load.candidates])
         prices = self._prices = Prices(load, self.costs)
-        plain_seconds = self.costs.plain_seconds(load)
+        plain_seconds = self.costs.plain_seconds(load._replace(num_rows=load.num_lasting))
         per_missing = len(load.candidates) * prices.row_seconds / plain_seconds
         sure = [
             max(0.0, p - min(1.0, (each.num_missing - 1) * per_missing) * estimates.mean_error * sqrt(p * (1 - p)))

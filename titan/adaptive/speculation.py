@@ -162,7 +162,7 @@ class AdaptiveSpeculation:
                 self._follow_temperature(plan.requests[i])
         for i, review in zip(plan.reviews, report.reviews, strict=False):
             self._follow_temperature(plan.requests[i], 0 if review.logprobs is None else len(review.logprobs))
-        draft_seconds = times.draft if growth is None else growth.seconds or times.draft
+        draft_seconds = times.draft if growth is None or growth.seconds is None else growth.seconds
         outcome = Outcome(
             num_nodes,
             num_accepted,

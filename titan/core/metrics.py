@@ -64,7 +64,7 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class StepSplit:
-    """Shares of the time of steps; on a device that works on its own, drafting and verifying count as the target's."""
+    """Shares of the time of steps; where a device works on its own, drafting and the target's pass take what they take there."""
 
     schedule: float
     draft: float

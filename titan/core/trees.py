@@ -172,7 +172,7 @@ class GrowthReport(NamedTuple):
 
     num_passes: int
     num_rows: int  # of all these passes
-    seconds: float  # of all these passes; 0 where the host does not wait for them
+    seconds: float | None  # of all these passes; None where the host does not wait for them
     # float32 [R], log-probability of the first child of each root, whether or not it was worth keeping; NaN: not known
     first_scores: NDArray[np.float32]
 

@@ -29,7 +29,7 @@ def run_largest_pass(backend: Backend, model: Model, config: EngineConfig, limit
         backend: of the model.
         model: the target.
         config: of the engine.
-        limits: bounds of the small passes.
+        limits: of the passes.
         max_model_len: maximum tokens of a request.
 
     Raises:
