@@ -133,7 +133,7 @@ class _Curve:
         if self._subject.is_grown:
             feeds = [Feed(i, tables[i], start, [0] * count, chain_spec(1)) for i, count in enumerate(counts)]
             growth = runner.grow(feeds, n, 1).growth
-            assert growth is not None, "the host waits for passes"
+            assert growth is not None and growth.seconds is not None, "the host waits for passes"
             return growth.seconds
         batch, begin = self._batch(tables, start, counts), time.perf_counter()
         self._backend.download([runner.forward(batch)[:1, :1].float()])  # waits for the device
