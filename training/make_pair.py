@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +43,13 @@ class Pair(NamedTuple):
 
 
 def pair_config(
-    *, vocab_size: int = 32_000, hidden_size: int = 768, intermediate_size: int = 2048, num_layers: int = 16, num_heads: int = 12
+    *,
+    vocab_size: int = 32_000,
+    hidden_size: int = 768,
+    intermediate_size: int = 2048,
+    num_layers: int = 16,
+    num_heads: int = 12,
+    num_kv_heads: int | None = None,
 ) -> LlamaConfig:
     """Return the target's config; the defaults are the 150 M shape: 162 M parameters, of which a token reads 138 M."""
     return LlamaConfig(
@@ -50,7 +58,7 @@ def pair_config(
         intermediate_size=intermediate_size,
         num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
-        num_key_value_heads=num_heads,
+        num_key_value_heads=num_kv_heads or num_heads,
         max_position_embeddings=2048,
         tie_word_embeddings=False,
         bos_token_id=None,
@@ -59,14 +67,15 @@ def pair_config(
     )
 
 
-def config_of_8b() -> LlamaConfig:
-    """Return the shape of Llama 3.1 8B."""
-    config = pair_config(vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_layers=32, num_heads=32)
-    config.num_key_value_heads = 8
-    return config
-
-
-SHAPES = {"150m": pair_config, "8b": config_of_8b}
+LLAMA_3_8B = {
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_layers": 32,
+    "num_heads": 32,
+    "num_kv_heads": 8,
+}
+SHAPES: dict[str, Callable[[], LlamaConfig]] = {"150m": pair_config, "8b": partial(pair_config, **LLAMA_3_8B)}
 
 
 def late_layer_scale(num_layers: int) -> float:

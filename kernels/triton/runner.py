@@ -113,7 +113,7 @@ class TritonRunner:
     def _size(self, batch: RaggedBatch) -> PassSize | None:
         """Return the size that a batch is padded to; ``None``: it runs eagerly, as do branching trees behind long chunks."""
         size, most = size_of(batch), self._max_query_len
-        has_long_tree = size.max_query_len > most and short_query_len(batch, most) > most
+        has_long_tree = self._has_chunk(size) and short_query_len(batch, most) > most
         found = self._sizes.find(size) if self._static.have_room_for(batch) and not has_long_tree else None
         return None if found is not None and self._has_chunk(found) and self._chunked.lacks(found) else found
 

@@ -78,19 +78,19 @@ class Costs:
         """
         num_steps = len(outcomes)
         is_cold = self._count_steps(num_steps, is_drafting=True)
-        n, num_drafting, context = len(load.candidates), sum(map(bool, num_nodes)), load.num_context_tokens
-        rows, of_draft = load.num_rows + sum([sum(each.num_nodes) for each in outcomes]) / num_steps, context * num_drafting / n
-        target_seconds = sum([each.target_seconds for each in outcomes]) / num_steps
+        n, num_drafting = len(load.candidates), sum(map(bool, num_nodes))
         self._note_host(n, num_drafting, sum([each.host_seconds + each.deciding_seconds for each in outcomes]) / num_steps, is_cold)
         if load.num_rows != n:  # what prompts take says little of what decodes do
             return
+        rows, context = n + sum([sum(each.num_nodes) for each in outcomes]) / num_steps, load.num_context_tokens
+        target_seconds = sum([each.target_seconds for each in outcomes]) / num_steps
         _note_pass(self.target, (rows, context), target_seconds, is_cold, is_alternating=True, num_steps=num_steps)
         is_caught_up = all(each.is_fed for count, each in zip(num_nodes, load.candidates, strict=True) if count)
         num_passes = sum([each.num_draft_passes for each in outcomes])
         if self.draft is not None and num_passes and is_caught_up:
             per_pass = max(1.0, sum([each.num_draft_rows for each in outcomes]) / num_passes)
             seconds = sum([each.draft_seconds for each in outcomes]) / num_passes
-            _note_pass(self.draft, (per_pass, of_draft), seconds, is_cold, num_steps=num_steps)
+            _note_pass(self.draft, (per_pass, context * num_drafting / n), seconds, is_cold, num_steps=num_steps)
 
     def note_review(self, load: Load, num_reviewed: int, outcome: Outcome) -> None:
         """Learn from a step with a review: its pass takes no less than one of growth, and may show that these are cheaper.
