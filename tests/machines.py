@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
 from titan.adaptive.pass_cost import PassCost
+from titan.adaptive.profile import Subject
 from titan.adaptive.speculation import AdaptiveSpeculation
 from titan.core.step import Acceptance, StepPlan
 from titan.core.step_times import StepTimes
 from titan.core.trees import GrowthReport
-from titan.draft.base import Drafter, ModelDrafter, ReviewReport
-from titan.engine import Engine
+from titan.draft.base import ReviewReport
 
 
 class Machine:
@@ -26,7 +27,7 @@ class Machine:
     ) -> None:
         """With the milliseconds of a pass: of the draft by step, of the target by rows."""
         self.target, self.drafts, self.choices = target, drafts, list[str]()
-        monkeypatch.setattr(Engine, "_measure", self.curve)
+        monkeypatch.setattr("titan.adaptive.profiler.measure", self.curves)
         observe = AdaptiveSpeculation.observe
 
         def timed(
@@ -51,16 +52,8 @@ class Machine:
     def draft_milliseconds(self) -> float:
         return self.drafts[max(step for step in self.drafts if step <= len(self.choices))]
 
-    @property
-    def curve(self) -> Callable[..., list[PassCost]]:
-        """In place of `Engine._measure`."""
-
-        def measured(engine: Engine, drafter: Drafter, _: int) -> list[PassCost]:
-            sizes = (1, 2, 4, 8, 16, 32, 64, 128)
-            of_target = [PassCost(sizes, [self.target(size) / 1e3 for size in sizes])] if engine._target_cost is None else []
-            return [
-                *of_target,
-                *([PassCost([1, 512], [self.draft_milliseconds / 1e3] * 2)] if isinstance(drafter, ModelDrafter) else []),
-            ]
-
-        return measured
+    def curves(self, subjects: Sequence[Subject], *_: Any) -> list[PassCost]:
+        """In place of `titan.adaptive.profile.measure`; only a draft is fed."""
+        sizes, draft_seconds = (1, 2, 4, 8, 16, 32, 64, 128), self.draft_milliseconds / 1e3
+        of_target, of_draft = [self.target(size) / 1e3 for size in sizes], [draft_seconds] * len(sizes)
+        return [PassCost(sizes, of_draft if subject.num_fed else of_target) for subject in subjects]

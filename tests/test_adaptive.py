@@ -28,6 +28,7 @@ from titan import LLM, SamplingParams
 from titan.adaptive.controller import NUM_PLAIN, Controller
 from titan.adaptive.load import Outcome
 from titan.adaptive.pass_cost import PassCost
+from titan.adaptive.profile import measure
 from titan.core.draft_history import AcceptanceCounts
 from titan.core.growth import BeamSpec, Feed
 from titan.core.step import Acceptance, StepPlan
@@ -107,8 +108,8 @@ def test_tokens_are_those_of_transformers_whatever_pays(zoo: Zoo, case: str, mon
 
 def test_drafts_may_be_swapped_and_requests_aborted(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     """While passes are measured in earnest: the target's in the first swap, the drafts' in each."""
-    measure, machine = Engine._measure, Machine(monkeypatch, {step: (0.01, 9.0)[step // 5 % 2] for step in range(0, 900, 5)})
-    monkeypatch.setattr(Engine, "_measure", lambda *args: (measure(*args), machine.curve(*args))[1])
+    machine = Machine(monkeypatch, {step: (0.01, 9.0)[step // 5 % 2] for step in range(0, 900, 5)})
+    monkeypatch.setattr("titan.adaptive.profiler.measure", lambda *args: (measure(*args), machine.curves(*args))[1])
     engine = adaptive_engine(zoo, None, **SCARCE)
     swaps = {6: "llama~", 15: "ngram", 21: None, 25: "llama~", 38: "other"}
 
@@ -148,7 +149,7 @@ def test_tokens_do_not_depend_on_the_clock(zoo: Zoo, sampling: str, clock: str, 
         monkeypatch.setattr(f"{module}.time", fake)
     for draft_seconds in (1e-9, 1e-3, 10.0):
         curves = [PassCost([1, 8, 64], [1e-3, 1e-3, 4e-3]), PassCost([1], [draft_seconds])]
-        monkeypatch.setattr(Engine, "_measure", lambda *_, costs=curves: costs)
+        monkeypatch.setattr("titan.adaptive.profiler.measure", lambda *_, costs=curves: costs)
         engine = adaptive_engine(zoo, "llama", backend=make_back_end("torch"), **options)
         engine.observers.append(lambda _, acceptance: num_nodes.append(acceptance.trees.num_nodes))
         assert run_all(engine, PROMPTS, params) == plain
@@ -273,7 +274,7 @@ def test_a_large_cap_crowds_nobody_out(zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 def test_what_cannot_be_measured_is_drafted_as_fixed(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     """For lack of memory, or of a free block when a draft is swapped in; a later swap may do better."""
     with monkeypatch.context() as patch:
-        patch.setattr("titan.engine.measure", Mock(side_effect=torch.OutOfMemoryError("3 GB are missing")))
+        patch.setattr("titan.adaptive.profiler.measure", Mock(side_effect=torch.OutOfMemoryError("3 GB are missing")))
         with pytest.warns(UserWarning, match="so speculation='fixed' is used: 3 GB") as found:
             engine = adaptive_engine(zoo, "llama~", **AMPLE)
     assert len(found) == 1 and engine.adaptive is None and engine.metrics().speculation is None
@@ -298,7 +299,7 @@ def test_a_draft_whose_passes_fail_while_they_are_measured_leaves_the_current_on
     engine.step()
     before = engine.drafter, engine.adaptive, engine.kv.tensors["draft"], engine.kv.draft_epoch
     with monkeypatch.context() as patch:
-        patch.setattr("titan.engine.measure", Mock(side_effect=ValueError("a head of 3")))
+        patch.setattr("titan.adaptive.profiler.measure", Mock(side_effect=ValueError("a head of 3")))
         with pytest.raises(ValueError, match="a head of 3"):
             engine.swap_draft(zoo.path("other"))
         attach = Mock(wraps=engine.drafter.attach)  # type: ignore[attr-defined]
@@ -418,7 +419,7 @@ def test_options_that_the_draft_does_not_see_teach_only_their_request(zoo: Zoo, 
 def test_passes_of_a_device_take_what_its_marks_say(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the draft tells how many there were, and of how many rows."""
     curves, outcomes, observe = [PassCost([1, 64], [each] * 2) for each in (7.0, 1.0)], list[Outcome](), Controller.observe
-    monkeypatch.setattr(Engine, "_measure", lambda *_: curves)
+    monkeypatch.setattr("titan.adaptive.profiler.measure", lambda *_: curves)
     monkeypatch.setattr(Controller, "observe", lambda *call: (outcomes.append(call[1]), observe(*call)))
     backend = make_back_end("triton")
     monkeypatch.setattr(backend, "mark", count().__next__)

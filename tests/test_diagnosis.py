@@ -38,7 +38,7 @@ class Clock:
         for module in ("titan.engine", "titan.kernels.torch.backend"):
             monkeypatch.setattr(f"{module}.time", SimpleNamespace(perf_counter=lambda: self.now))
         sizes = (1, 2, 4, 8, 16, 32, 64)
-        monkeypatch.setattr(Engine, "_measure", lambda *_: [PassCost(sizes, [target(size) / 1e3 for size in sizes])])
+        monkeypatch.setattr("titan.adaptive.profiler.measure", lambda *_: [PassCost(sizes, [target(size) / 1e3 for size in sizes])])
 
     def spend(self, owner: Any, name: str, milliseconds: Callable[..., float]) -> None:
         """Let calls take this long, by their arguments."""

@@ -16,8 +16,7 @@ from tqdm import tqdm
 from titan.adaptive.controller import Controller
 from titan.adaptive.costs import Costs
 from titan.adaptive.pace import Pace, StepLoad
-from titan.adaptive.pass_cost import PassCost
-from titan.adaptive.profile import Extent, Subject, measure
+from titan.adaptive.profiler import Profiler
 from titan.adaptive.speculation import AdaptiveSpeculation
 from titan.core.checks import check_integer
 from titan.core.growth import GrowthSpec
@@ -49,12 +48,6 @@ from titan.schedule.preemption import SwapRule
 from titan.schedule.scheduler import Lookahead, Scheduler
 from titan.verify.accept import collect, launch
 from titan.verify.logprobs import prompt_logprobs
-
-MAX_PROFILED_BLOCKS = 1024
-"""Most KV blocks on which passes are measured at the start."""
-
-MAX_PROFILED_FEED = 256
-"""Tokens that a draft model may lack of a request, up to which its passes are measured in any case."""
 
 
 class _Passed(NamedTuple):
@@ -140,7 +133,7 @@ class Engine:
         self.counters = EngineCounters()
         self.observers: list[StepObserver] = []
         self._log = StepLog()
-        self._target_cost: PassCost | None = None  # measured when it is first needed
+        self._profiler = Profiler(self.backend, self.kv, config.schedule, self.max_model_len)
         self._is_ahead = False  # whether the device may still be at the last pass
         self._swap_rule = SwapRule.of(config.schedule)
         self._use_drafter(drafter)
@@ -230,7 +223,7 @@ class Engine:
             for i, review in zip(plan.reviews, report.reviews, strict=False):
                 note_review(plan.requests[i], review, adaptive.controller.fleet)
         self.kv.commit(plan, acceptance)
-        load = None if self._pace is None else _load(plan)
+        load = None if self._pace is None else StepLoad.of(plan)
         changed = self.scheduler.update(plan, acceptance)
         times.commit += watch.lap()
         if is_part:
@@ -380,6 +373,7 @@ class Engine:
         mean_draft_tokens = ratio(sum(counters.proposed_per_depth), counters.num_sequence_steps)
         swap_space = self.kv.swap_space
         num_drafted = sum(min(request.num_drafted_context, request.num_computed_tokens) for request in scheduler.running)
+        target_cost = self._profiler.target
         return EngineMetrics(
             model_impl=how_it_runs(self.model_config),
             num_running=len(scheduler.running),
@@ -408,7 +402,7 @@ class Engine:
             users=scheduler.service.users(scheduler.in_flight),
             queue_s=Percentiles.of(scheduler.service.queue_s),
             utilization=self.backend.utilization(),
-            recent=self._log.metrics(time.perf_counter(), None if self._target_cost is None else self._target_cost.predict),
+            recent=self._log.metrics(time.perf_counter(), None if target_cost is None else target_cost.predict),
             draft_coverage=ratio(num_drafted, num_committed) if scheduler.running else None,
             draft=self.drafter.name,
             draft_vocabulary=self.drafter.shared_vocabulary if isinstance(self.drafter, ModelDrafter) else None,
@@ -442,44 +436,19 @@ class Engine:
         except RuntimeError as error:
             warnings.warn(f"passes could not be measured, so speculation='fixed' is used: {error}", stacklevel=2)
             return None
-        target = self._target_cost or self._keep_target_cost(costs.pop(0))
-        controller = Controller(Costs(target, costs[0] if costs else None))
-        return AdaptiveSpeculation(controller, drafter, max_draft_tokens, options.speculation_target == "latency")
+        return AdaptiveSpeculation(Controller(costs), drafter, max_draft_tokens, options.speculation_target == "latency")
 
     def _make_pace(self) -> Pace | None:
         max_step_s = self.config.schedule.max_inter_token_s
         if max_step_s is None:
             return None
-        target = self._target_cost or self._keep_target_cost(*self._measure(NoDrafter(), self._max_draft_tokens))
+        target = self._profiler.target or self._measure(NoDrafter(), self._max_draft_tokens).target
         return Pace(deepcopy(target), max_step_s)
 
-    def _keep_target_cost(self, cost: PassCost) -> PassCost:
-        self._target_cost, self._swap_rule.pass_s = cost, cost.predict
-        return cost
-
-    def _measure(self, drafter: Drafter, max_draft_tokens: int) -> list[PassCost]:
-        """Measure the passes of the target, if they were not yet, and of the draft model, if there is one.
-
-        The target's are measured on blocks that are free and not cached, or on the one whose cached content is the oldest. The
-        draft's cache is new: nothing is lost, whosever blocks these are.
-        """
-        schedule, pool = self.config.schedule, self.kv.pool
-        subjects, block_ids = list[Subject](), list[int]()
-        if self._target_cost is None:
-            block_ids = pool.allocate(min(max(pool.num_blank, 1), MAX_PROFILED_BLOCKS))
-            subjects.append(Subject(self.runner, max_draft_tokens, block_ids, self.max_model_len))
-        if isinstance(drafter, ModelDrafter):
-            any_blocks, max_len = range(min(pool.num_blocks, MAX_PROFILED_BLOCKS)), min(self.max_model_len, drafter.max_len)
-            num_fed = min(MAX_PROFILED_FEED, schedule.max_num_batched_tokens)
-            subjects.append(Subject(drafter.runner, 0, any_blocks, max_len, num_fed, self.backend.is_host))
-        max_rows = schedule.max_num_batched_tokens
-        if schedule.max_inter_token_s is None:  # prompts do not matter
-            max_rows = min(max_rows, schedule.max_batch_size * (1 + max_draft_tokens))
-        try:
-            with self.backend.active():  # as in steps, now that the back end knows the models
-                return measure(subjects, self.backend, Extent(self.kv.block_size, schedule.max_batch_size, max_rows))
-        finally:
-            pool.release(block_ids[::-1])  # so that they are allocated in the same order as before
+    def _measure(self, drafter: Drafter, max_draft_tokens: int) -> Costs:
+        costs = self._profiler.measure(self.runner, drafter, max_draft_tokens)
+        self._swap_rule.pass_s = costs.target.predict
+        return costs
 
     def _draft_context(self) -> DraftContext:
         config, backend, limits, passes = self.config, self.backend, self._pass_limits, self.passes
@@ -539,12 +508,6 @@ def _first_process() -> int:
 def _tier(pool: BlockPool, bytes_per_block: int) -> TierMetrics:
     num_used = pool.num_blocks - pool.num_free
     return TierMetrics(pool.num_blocks, num_used, pool.num_blocks * bytes_per_block, num_used * bytes_per_block)
-
-
-def _load(plan: StepPlan) -> StepLoad:
-    return StepLoad(
-        len(plan.emitting_rows()), sum(plan.num_tokens), sum([request.num_computed_tokens for request in plan.requests])
-    )
 
 
 def _only_the_drafts(_: Sequence[Request], budgets: Sequence[int]) -> Sequence[int]:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from titan.adaptive.host_time import HostTime
 from titan.adaptive.pass_cost import PassCost
+from titan.core.step import StepPlan
 
 MIN_PROMPT_TOKENS = 16
 """Prompt tokens that a step takes in any case, if there are as many, so that prompts get on."""
@@ -21,6 +22,12 @@ class StepLoad(NamedTuple):
     num_emitting: int  # requests that emit tokens
     num_tokens: int  # of all requests, without drafts
     num_context_tokens: int  # before them
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> StepLoad:
+        """Return the load of a plan."""
+        num_context_tokens = sum([request.num_computed_tokens for request in plan.requests])
+        return cls(len(plan.emitting_rows()), sum(plan.num_tokens), num_context_tokens)
 
 
 class Pace:

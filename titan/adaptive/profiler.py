@@ -1,0 +1,68 @@
+"""The costs of an engine's models, each measured when it is first needed."""
+
+from __future__ import annotations
+
+from titan.adaptive.costs import Costs
+from titan.adaptive.pass_cost import PassCost
+from titan.adaptive.profile import Extent, Subject, measure
+from titan.core.options import ScheduleOptions
+from titan.draft.base import Drafter, ModelDrafter
+from titan.kernels.interfaces import Backend, Runner
+from titan.memory.kv_cache import KVCache
+
+MAX_PROFILED_BLOCKS = 1024
+"""Most KV blocks on which passes are measured."""
+
+MAX_PROFILED_FEED = 256
+"""Tokens that a draft model may lack of a request, up to which its passes are measured in any case."""
+
+
+class Profiler:
+    """Measures the target's passes once, and a draft's when it comes.
+
+    The target's are measured on blocks that are free and not cached, or on the one whose cached content is the oldest. A draft's
+    cache is new then: nothing is lost, whosever blocks these are.
+
+    Args:
+        backend: that runs the passes.
+        kv: the KV cache.
+        schedule: the options that bound passes.
+        max_model_len: most tokens of a request.
+    """
+
+    def __init__(self, backend: Backend, kv: KVCache, schedule: ScheduleOptions, max_model_len: int) -> None:
+        self._backend, self._kv, self._schedule, self._max_model_len = backend, kv, schedule, max_model_len
+        self.target: PassCost | None = None
+        """Cost of the target's passes, which adaptive speculation follows; ``None``: not measured yet."""
+
+    def measure(self, runner: Runner, drafter: Drafter, max_draft_tokens: int) -> Costs:
+        """Measure the passes of the target, if they were not yet, and of the draft model, if there is one.
+
+        Args:
+            runner: of the target.
+            drafter: which may have a model.
+            max_draft_tokens: per request.
+
+        Raises:
+            torch.OutOfMemoryError: the device has too little memory.
+        """
+        schedule, pool = self._schedule, self._kv.pool
+        subjects, block_ids = list[Subject](), list[int]()
+        if self.target is None:
+            block_ids = pool.allocate(min(max(pool.num_blank, 1), MAX_PROFILED_BLOCKS))
+            subjects.append(Subject(runner, max_draft_tokens, block_ids, self._max_model_len))
+        if isinstance(drafter, ModelDrafter):
+            any_blocks, max_len = range(min(pool.num_blocks, MAX_PROFILED_BLOCKS)), min(self._max_model_len, drafter.max_len)
+            num_fed = min(MAX_PROFILED_FEED, schedule.max_num_batched_tokens)
+            subjects.append(Subject(drafter.runner, 0, any_blocks, max_len, num_fed, self._backend.is_host))
+        max_rows = schedule.max_num_batched_tokens
+        if schedule.max_inter_token_s is None:  # prompts do not matter
+            max_rows = min(max_rows, schedule.max_batch_size * (1 + max_draft_tokens))
+        try:
+            with self._backend.active():  # as in steps, now that the back end knows the models
+                costs = measure(subjects, self._backend, Extent(self._kv.block_size, schedule.max_batch_size, max_rows))
+        finally:
+            pool.release(block_ids[::-1])  # so that they are allocated in the same order as before
+        if self.target is None:
+            self.target = costs.pop(0)
+        return Costs(self.target, costs[0] if costs else None)
