@@ -18,9 +18,10 @@ from titan.kernels.torch.backend import TorchBackend
 BEST, *OTHERS = kinds_here()
 KINDS = {"cpu": BEST} | {f"cpu-{kind.name}": kind for kind in OTHERS if kind.name != "native"}
 """The kinds of processors that this one can run as, the best one first."""
-if BEST.name == "avx512bf16":
+WITH_PAIRS = next((kind for kind in (BEST, *OTHERS) if kind.name == "avx512bf16"), None)
+if WITH_PAIRS is not None and BEST.name != "amx":
     emulated = f"{Path(__file__).parent}/kernels/emulated_amx.h"
-    KINDS["cpu-amx"] = Kind("amx", "emulated", (*BEST.flags, "-include", emulated), lambda: True)
+    KINDS["cpu-amx"] = Kind("amx", "emulated", (*WITH_PAIRS.flags, "-include", emulated), lambda: True)
 
 ON_HOST = ("torch", "cpu")
 BACK_ENDS = ("torch", *KINDS, "triton")

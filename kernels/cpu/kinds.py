@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -42,12 +43,28 @@ KINDS = (
     Kind("avx2", "AVX2 and FMA", X86_64_V3, torch.cpu._is_avx2_supported),
     Kind("native", "what the compiler finds", ("-march=native",), lambda: True),
 )
-"""From the fastest on."""
+"""From the fastest on, but for Intel's processors."""
 
 
 def kinds_here() -> list[Kind]:
-    """Return the kinds that can run on this processor, from the fastest on."""
-    return [kind for kind in KINDS if kind.is_here()]
+    """Return the kinds that can run on this processor, from the fastest on.
+
+    A product of 16 pairs of bfloat16 takes Intel's processors two cycles, in which they do four of 16 float32 numbers.
+    """
+    here = [kind for kind in KINDS if kind.is_here()]
+    names = [kind.name for kind in here]
+    if "avx512bf16" in names and _vendor() == "GenuineIntel":
+        here.insert(names.index("avx512"), here.pop(names.index("avx512bf16")))
+    return here
+
+
+def _vendor() -> str | None:
+    """Return who made the processor, where Linux says it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), None)
 
 
 def choose_kind() -> Kind | None:
