@@ -124,25 +124,22 @@ inline void store_pairs(Words pairs, float* result) {
   store(load_number<1>(pairs), result + kBlock);
 }
 
-// Decode a unit to pairs [kUnitInputs / 2, kBlock, 2], or to float32 [kUnitInputs, kBlock]; rare weights are 0.0.
-template <int Bits, typename T>
-inline void decode_unit(const uint8_t* unit, __m512i palette, T* result) {
-#pragma GCC unroll 2
-  for (int half = 0; half < 2; ++half) {
-    Words pairs[2];
-    decode_half<Bits>(unit, half, palette, pairs);
-    // one by one: GCC 12 copies both together over the stack
-    store_pairs(pairs[0], result + 4 * half * kBlock);
-    store_pairs(pairs[1], result + (4 * half + 2) * kBlock);
-  }
-}
-
-// Decode the units of inputs begin .. end - 1 of a block.
+// Decode the weights of inputs begin .. end - 1 of a block to pairs [(end - begin) / 2, kBlock, 2], or to float32
+// [end - begin, kBlock]; rare ones are 0.0.
 template <int Bits, typename T>
 inline void decode_units(const Codes<Bits>& codes, int64_t begin, int64_t end, T* result) {
   const __m512i palette = palette_of(codes);
-  for (int64_t input = begin; input < end; input += kUnitInputs)
-    decode_unit<Bits>(codes.units() + input / kUnitInputs * codes.kUnitBytes, palette, result + (input - begin) * kBlock);
+  for (int64_t input = begin; input < end; input += kUnitInputs) {
+    const uint8_t* unit = codes.units() + input / kUnitInputs * codes.kUnitBytes;
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      Words pairs[2];
+      decode_half<Bits>(unit, half, palette, pairs);
+      // one by one: GCC 12 copies both together over the stack
+      store_pairs(pairs[0], result + (input - begin + 4 * half) * kBlock);
+      store_pairs(pairs[1], result + (input - begin + 4 * half + 2) * kBlock);
+    }
+  }
 }
 
 // As `multiply_blocks`, by blocks of a weight in codes, the first at `start`; rare weights are 0.0.
@@ -162,31 +159,17 @@ template <int M, int B, int Bits, typename X>
     const int64_t ahead = kPrefetchBytes + (input < last ? 0 : (B - 1) * Codes<Bits>::num_bytes(depth));
     for (int block = 0; block < B; ++block)
       for (int part = 0; part < kUnitBytes; part += kPartBytes) __builtin_prefetch(unit[block] + ahead + part, 0, kToL2);
-    if constexpr (kPair<X> == 1 && M == kMostRows) { // decoded first: a number of x is then loaded once for all blocks
-      alignas(64) X numbers[B][kUnitInputs * kBlock];
-#pragma GCC unroll 3
-      for (int block = 0; block < B; ++block) decode_unit<Bits>(unit[block], palette[block], numbers[block]);
-      asm volatile("" : : : "memory"); // or GCC keeps them in registers, and sums out of them
 #pragma GCC unroll 2
-      for (int i = 0; i < kUnitInputs; ++i) {
-        const X* packed[B];
-        for (int block = 0; block < B; ++block) packed[block] = numbers[block] + i * kBlock;
-        add_products<M, B>(x + input + i, stride, packed, sums);
+    for (int half = 0; half < 2; ++half) {
+      Words pairs[2][B]; // of all blocks, so that a number of x is loaded once for them
+#pragma GCC unroll 3
+      for (int block = 0; block < B; ++block) {
+        Words of_block[2];
+        decode_half<Bits>(unit[block], half, palette[block], of_block);
+        pairs[0][block] = of_block[0], pairs[1][block] = of_block[1];
       }
-    } else {
 #pragma GCC unroll 2
-      for (int half = 0; half < 2; ++half)
-#pragma GCC unroll 3
-        for (int block = 0; block < B; ++block) {
-          Words pairs[2];
-          decode_half<Bits>(unit[block], half, palette[block], pairs);
-#pragma GCC unroll 2
-          for (int pair = 0; pair < 2; ++pair) {
-            const Words source[1] = {pairs[pair]};
-            add_products<M, 1>(x + input + 4 * half + 2 * pair, stride, source, reinterpret_cast<Lanes(&)[1][M]>(sums[block]));
-            asm volatile("" : : : "memory"); // or GCC keeps numbers of x in registers for the next block, and sums out of them
-          }
-        }
+      for (int pair = 0; pair < 2; ++pair) add_products<M, B>(x + input + 4 * half + 2 * pair, stride, pairs[pair], sums);
     }
     for (int block = 0; block < B; ++block) unit[block] += kUnitBytes;
   }
