@@ -30,7 +30,7 @@ class TimedSteps:
         if not num_steps:
             return {}
         whole, propose = sum(each.whole for each in self.steps), sum(each.draft for each in self.steps)
-        target, of_growths = sum(each.target for each in self.steps), [each.seconds for each in self.growths]
+        target, of_growths = sum(each.backlog + each.target for each in self.steps), [each.seconds for each in self.growths]
         draft = propose if None in of_growths else sum(filter(None, of_growths))
         speculation = propose + sum(each.inputs + each.verify for each in self.steps)
         figures = {

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 from back_ends import make_back_end
-from stepping import DEFAULTS, greedy, make_engine, submit
+from stepping import DEFAULTS, drain, greedy, make_engine, submit
 from zoo import Zoo, random_prompts
 
 from titan import LLM
 from titan import engine as engine_module
 from titan.adaptive.pass_cost import PassCost
+from titan.bench.step_times import step_times
 from titan.core.metrics import EngineCounters, Percentiles, StepSplit
 from titan.core.step_log import MAX_STEPS, StepLog
 from titan.core.step_times import StepTimes
@@ -126,6 +127,19 @@ def test_the_time_of_steps_is_split(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -
     assert engine.metrics().recent.tokens_per_s == pytest.approx(2 / 9.996)
     clock.now += 0.1
     assert engine.metrics().recent.tokens_per_s == 0
+
+
+def test_passes_of_prompts_are_the_targets_time_whenever_they_are_waited_for(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three chunks, of which the second step waits for the first, and the third for the second; none of it is time to decide."""
+    clock, backend = Clock(monkeypatch, FLAT), make_back_end("triton")
+    clock.spend(backend, "seconds_between", lambda marks: 10.0 * (len(marks) == 1))
+    engine = make_engine(zoo.path("llama"), backend=backend, num_kv_blocks=64, prefill_chunk_size=16)
+    submit(engine, [list(range(5, 45))], [greedy(2, ignore_eos=True)])
+    with step_times(engine) as timed:
+        drain(engine)
+    assert [each.target for each in timed.steps[:2]] == [0, 0.01] and [each.backlog for each in timed.steps] == [0, 0, 0.01, 0]
+    assert not any(each.prepare for each in timed.steps) and timed.steps[2].recurring < timed.steps[2].whole
+    assert engine.metrics().recent.busy_share >= 1
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 99, 100, 3000])

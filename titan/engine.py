@@ -134,7 +134,7 @@ class Engine:
         self.observers: list[StepObserver] = []
         self._log = StepLog()
         self._profiler = Profiler(self.backend, self.kv, config.schedule, self.max_model_len)
-        self._is_ahead = False  # whether the device may still be at the last pass
+        self._ahead: Any = None  # mark behind the last pass, where the device may still be at it
         self._swap_rule = SwapRule.of(config.schedule)
         self._use_drafter(drafter)
         if num_swapped:
@@ -190,9 +190,10 @@ class Engine:
         self.kv.clear_new_blocks()  # blocks are needed per token, and this is not of each step
         if not plan.is_plain:
             self.kv.clear_draft_blocks(request for i, request in enumerate(plan.requests) if plan.feeds_draft(i))
-        if self._is_ahead and (self._pace is not None or plan.emitting_rows()):
-            self.backend.seconds_between([self.backend.mark()])  # what the device is still at is no part of this step
         watch.times.prepare += watch.lap()
+        if self._ahead is not None and plan.emitting_rows():
+            self.backend.seconds_between([self.backend.mark()])  # what the device is still at is no part of this step's passes
+            watch.times.backlog += watch.lap()
         marks = [self.backend.mark()]
         trees, report = self._propose(plan), self._review(plan)
         marks.append(self.backend.mark())
@@ -202,8 +203,11 @@ class Engine:
         marks.append(self.backend.mark())
         launched = launch(self.backend, plan, trees, batch.logits_start_loc, logits)
         acceptance = collect(self.backend, launched)
-        self._is_ahead = launched.verified is None and self._pace is None and not self.backend.is_host
-        if self._is_ahead:  # of prompts alone: nobody waits for them, or needs to know how long they take
+        before, self._ahead = self._ahead, None
+        if launched.verified is None and self._pace is None and not self.backend.is_host:
+            self._ahead = marks[-1]  # of prompts alone: nobody needs their results, or to know how long they take
+            if before is not None:
+                self.backend.seconds_between([before])  # one step ahead: a new request waits for all that is launched
             watch.times.target += watch.lap()
         else:
             parts = self.backend.seconds_between(marks)

@@ -94,7 +94,7 @@ def _split(times: Sequence[StepTimes], whole_s: float) -> StepSplit:
     return StepSplit(
         schedule=ratio(sum([each.schedule for each in times]), whole_s),
         draft=ratio(sum([each.draft for each in times]), whole_s),
-        target=ratio(sum([each.target for each in times]), whole_s),
+        target=ratio(sum([each.backlog + each.target for each in times]), whole_s),
         verify=ratio(sum([each.verify for each in times]), whole_s),
         rest=ratio(sum([each.prepare + each.inputs + each.commit for each in times]), whole_s),
     )

@@ -12,6 +12,7 @@ class StepTimes:
 
     schedule: float = 0.0
     prepare: float = 0.0  # deciding on drafts, clearing blocks and learning from the step: what is not of each step
+    backlog: float = 0.0  # waiting for the passes of earlier steps, which were of prompts alone
     draft: float = 0.0
     inputs: float = 0.0  # of the target's pass
     target: float = 0.0
@@ -27,7 +28,7 @@ class StepTimes:
     @property
     def whole(self) -> float:
         """Seconds of all of the step."""
-        return self.recurring + self.prepare
+        return self.recurring + self.prepare + self.backlog
 
     @property
     def recurring(self) -> float:
