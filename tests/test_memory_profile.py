@@ -119,6 +119,12 @@ def test_passes_that_do_not_fit_are_refused_by_what_makes_them_large(zoo: Zoo, m
         make_engine(zoo.path("llama"), backend=triton_backend(), **OPTIONS)
 
 
+def test_a_warm_up_without_memory_is_refused_by_what_leaves_none(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TritonRunner, "warm_up", lambda *_: [MagicMock(side_effect=torch.OutOfMemoryError)])
+    with pytest.raises(ValueError, match=r"max_batch_size=3 needs more memory than the KV cache leaves: .* by memory_utilization"):
+        make_engine(zoo.path("llama"), backend=triton_backend(), **OPTIONS | {"warm_up": True})
+
+
 def test_no_room_is_refused(zoo: Zoo, device: Device) -> None:
     device.free = PEAK - 5
     with pytest.raises(ValueError, match="0 bytes of KV cache memory are too few: one block takes 4096 bytes"):

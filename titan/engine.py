@@ -484,10 +484,17 @@ class Engine:
 
 
 def _warm_up(config: EngineConfig, passes: Sequence[WarmUp]) -> None:
-    if passes and config.model.warm_up:
+    if not passes or not config.model.warm_up:
+        return
+    try:
         with torch.inference_mode():
             for run in tqdm(passes, desc="Warming up", unit="pass", dynamic_ncols=True):
                 run()
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"max_batch_size={config.schedule.max_batch_size} needs more memory than the KV cache leaves: lower it, or give the "
+            f"cache less by memory_utilization, kv_cache_memory or num_kv_blocks"
+        ) from error
 
 
 def check_process() -> None:
