@@ -25,12 +25,22 @@ from twins import BLOCK_SIZE, BLOCKS_PER_REQUEST, LIMITS, NUM_REQUESTS, Part, Tw
 from titan.core.batch import NodeQueries, QueryRow
 from titan.core.growth import BeamSpec, Feed, ShapeSpec, shape_plan
 from titan.core.limits import MAX_NODES
+from titan.core.options import ScheduleOptions
 from titan.core.trees import EMPTY_TREE, DraftTree
 from titan.kernels.growth import _lay_out_frontiers
 from titan.kernels.interfaces import PassCounts, PassLimits
 from titan.kernels.triton import cuda_graphs
 from titan.kernels.triton.backend import TritonBackend
-from titan.kernels.triton.cuda_graphs import CHUNKED_TOKENS, POOL_STREAMS, GraphSizes, PassSize, Replay, cuda_graph_capture
+from titan.kernels.triton.cuda_graphs import (
+    CHUNKED_TOKENS,
+    FEW_REQUESTS,
+    POOL_STREAMS,
+    GraphSizes,
+    PassSize,
+    Replay,
+    Replays,
+    cuda_graph_capture,
+)
 from titan.kernels.triton.upload import ALIGNMENT, download, upload
 
 # sizes
@@ -65,17 +75,23 @@ def test_every_small_pass_finds_a_size_that_holds_it_and_these_are_few(
                 chunked.add(size)
                 assert size.num_tokens <= max(16, (1.34 if num_tokens > 128 else 2) * num_tokens)
                 assert largest >= size.max_query_len == size.num_tokens >= num_tokens and size.num_requests >= requests
-    assert len(chunked) <= 2 * len(CHUNKED_TOKENS) and sizes.largest.num_tokens >= largest
-    reachable = sizes.reachable()
-    assert (
-        set(reachable) == found | chunked and len(reachable) == len(set(reachable)) and reachable == sorted(reachable, reverse=True)
-    )
+    assert len(chunked) <= (1 + (num_requests > FEW_REQUESTS)) * len(CHUNKED_TOKENS) and sizes.largest.num_tokens >= largest
+    for reachable, expected in (sizes.without_chunks(), found), (sizes.with_chunks(), chunked):
+        assert reachable == sorted(expected, reverse=True)
 
 
 def test_no_size_has_more_tokens_than_a_pass() -> None:
     sizes = GraphSizes(PassLimits(num_requests=4, query_len=7, num_blocks=8, num_tokens=40))
     assert sizes.find(PassSize(39, 2, 38)) == PassSize(40, 4, 40) and sizes.find(PassSize(41, 2, 38)) is None
-    assert max(sizes.reachable()).num_tokens == sizes.largest.num_tokens == 40
+    assert max(sizes.with_chunks()).num_tokens == sizes.largest.num_tokens == 40
+
+
+def test_little_is_added_to_a_chunk_of_the_default_length_beside_decodes() -> None:
+    sizes, chunk = GraphSizes(PassLimits(num_requests=64, query_len=7, num_blocks=8, num_tokens=2048)), 512
+    assert ScheduleOptions().prefill_chunk_size == chunk
+    for num_decodes in range(64):
+        size = sizes.find(PassSize(chunk + num_decodes, 1 + num_decodes, chunk))
+        assert size is not None and size.num_tokens <= 1.07 * (chunk + num_decodes)
 
 
 def test_no_size_is_small_where_no_pass_is() -> None:
@@ -279,6 +295,21 @@ def test_after_a_warm_up_every_small_pass_is_replayed_over_a_cache_that_was_kept
     for shape in shapes:
         twins.run(chunks_and_trees(twins, shape))
     assert twins.counts == PassCounts(num_replayed=len(shapes))
+
+
+def test_passes_with_chunks_are_the_last_to_take_memory_and_of_each_kind_the_largest_the_first(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, record = list[Any](), Replays.record
+    monkeypatch.setattr(Replays, "record", lambda own, key, *args: (keys.append(key), record(own, key, *args))[1])
+    with torch.inference_mode():
+        for run in Twins(folder, triton_backend()).runner.warm_up([SPEC, BEAM], 131):
+            run()
+    has_chunk = [isinstance(key, PassSize) and key.max_query_len > LIMITS.query_len for key in keys]
+    assert has_chunk == sorted(has_chunk) and 0 < sum(has_chunk) < len(keys) - 2
+    without, chunked = ([k for k, is_one in zip(keys, has_chunk, strict=True) if is_one == kind] for kind in (False, True))
+    for sizes in ([k for k in without if isinstance(k, PassSize)], [k for k in without if not isinstance(k, PassSize)], chunked):
+        assert len(sizes) > 1 and sizes == sorted(sizes, reverse=True)
 
 
 def chunks_and_trees(twins: Twins, query_lens: Sequence[int]) -> list[Part]:

@@ -11,11 +11,13 @@ import torch
 import torch.nn.functional as F
 from interpreted import DEVICE, eager_capture, triton_backend
 from torch import Tensor
-from twins import Twins
+from twins import LIMITS, Twins
 
 from titan.core.arrays import Ints
 from titan.core.attention import AttentionSpec, Chunk, LayerSpec, kv_groups
+from titan.core.batch import QueryRow
 from titan.core.kv_tensor import KVLayout, KVTensor
+from titan.core.trees import EMPTY_TREE
 from titan.kernels.interfaces import Backend, PassCounts, PassInputs
 from titan.kernels.triton.backend import TritonBackend
 from titan.kernels.triton.cuda_graphs import Replay, Replays
@@ -95,6 +97,17 @@ def failing_capture(tried: list[Callable[[], Tensor]], num_good: int = 1) -> Cal
         return succeed(function)
 
     return capture
+
+
+def test_what_was_captured_before_a_failure_is_replayed() -> None:
+    """A chunk, which is not padded where it has no graph, and after it a pass that fails; another chunk is not tried."""
+    tried: list[Callable[[], Tensor]] = []
+    twins = Twins.of(OtherModel, TritonBackend(DEVICE, lambda: failing_capture(tried)))
+    for query_len in (20, 2, 20, 2, 40):
+        is_chunk = query_len > LIMITS.query_len
+        chunk = QueryRow(twins.tables()[0], 3, twins.tokens(query_len), True), EMPTY_TREE
+        twins.run([chunk] if is_chunk else twins.parts([query_len]))
+    assert len(tried) == 2 and twins.counts == PassCounts(num_replayed=1, num_eager=4)
 
 
 def test_a_model_that_cannot_be_captured_runs_without_graphs_and_says_why_once(caplog: pytest.LogCaptureFixture) -> None:

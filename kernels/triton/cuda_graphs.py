@@ -24,10 +24,12 @@ from titan.kernels.interfaces import PassCounts, PassLimits
 MAX_GRAPH_TOKENS = 4096
 """Most tokens of a graph without prefill chunks; larger passes keep the device busy for longer than it takes to launch them."""
 
-CHUNKED_TOKENS = (16, 32, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
-"""Tokens of graphs of passes with prefill chunks; larger ones keep the device busy for longer than it takes to launch them."""
+CHUNKED_TOKENS = (16, 32, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 544, 576, 640, 768, 1024)
+"""Tokens of graphs of passes with prefill chunks; larger ones keep the device busy for longer than it takes to launch them.
 
-FEW_REQUESTS = 16
+Close together above 512, the length of chunks by default: decodes run beside them."""
+
+FEW_REQUESTS = 64
 """Requests that such passes are padded to; where there are more, to the most that there may be."""
 
 MAX_FREE_TOKENS = 64
@@ -86,8 +88,8 @@ class GraphSizes:
         num_tokens = num_requests * per_request
         return None if num_tokens > MAX_GRAPH_TOKENS else PassSize(num_tokens, num_requests, max_query_len)
 
-    def reachable(self) -> list[PassSize]:
-        """Return every size that a pass can find, the one with most tokens first: graphs share the memory of the first ones."""
+    def without_chunks(self) -> list[PassSize]:
+        """Return every size that passes without chunks find, the one of most tokens first: graphs share the memory of the first."""
         found = set()
         for fewer, num_requests in pairwise([0, *self.request_counts]):
             for shorter, longest in pairwise([0, *self.query_lens]):
@@ -95,10 +97,14 @@ class GraphSizes:
                 for per_request in self.tokens_per_request:
                     num_tokens = min(max(per_request * num_requests, fewest_tokens), num_requests * longest)
                     found.add(self.find(PassSize(num_tokens, num_requests, longest)))
-        for fewer, num_requests in pairwise([0, *self._chunked_requests]):
-            chunk = self.query_lens[-1] + 1  # of one request, beside one token of each other one
-            found |= {PassSize(each, num_requests, each) for each in self._chunked_tokens if each >= fewer + chunk}
         return sorted((size for size in found if size is not None), reverse=True)
+
+    def with_chunks(self) -> list[PassSize]:
+        """Return every size that passes with chunks find, likewise."""
+        chunk, found = self.query_lens[-1] + 1, list[PassSize]()  # of one request, beside one token of each other one
+        for fewer, num_requests in pairwise([0, *self._chunked_requests]):
+            found += [PassSize(each, num_requests, each) for each in self._chunked_tokens if each >= fewer + chunk]
+        return sorted(found, reverse=True)
 
 
 class Replay(NamedTuple):
@@ -130,8 +136,8 @@ class Replays:
         self._replays: dict[Hashable, Replay | None] = {}
 
     def lacks(self, key: Hashable) -> bool:
-        """Whether these passes could not be recorded, or none can."""
-        return self._has_failed or (key in self._replays and self._replays[key] is None)
+        """Whether these passes could not be recorded, or will not be."""
+        return self._replays[key] is None if key in self._replays else self._has_failed
 
     def __contains__(self, key: Hashable) -> bool:
         """Whether these passes were recorded, or could not be."""

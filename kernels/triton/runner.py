@@ -65,7 +65,7 @@ class TritonRunner:
         self._tables = tables
         self._static = StaticInputs(self._sizes.largest, tables)
         may_fail = "transformers" in model.config.traits
-        self._replays, self._chunked = (Replays(capture, counts, backend.device, may_fail=may_fail) for _ in range(2))
+        self._replays = Replays(capture, counts, backend.device, may_fail=may_fail)
         self._counts = counts
 
     @cached_property
@@ -76,14 +76,13 @@ class TritonRunner:
 
     @property
     def padded_sizes(self) -> Sequence[int]:
-        sizes = self._sizes.reachable()
-        small = {size.num_tokens for size in sizes if not self._has_chunk(size)}
-        return sorted(small | {size.num_tokens for size in sizes if self._has_chunk(size) and size.num_tokens > max(small)})
+        small = {size.num_tokens for size in self._sizes.without_chunks()}
+        return sorted(small | {size.num_tokens for size in self._sizes.with_chunks() if size.num_tokens > max(small)})
 
     def forward(self, batch: RaggedBatch) -> Tensor:
         self.model.config.check_positions(batch.attention.positions)
         size = self._size(batch)
-        if size is None or size not in self._replays_of(size):
+        if size is None or size not in self._replays:
             self._counts.num_eager += 1
         if size is None:
             return self._eager_logits(batch)
@@ -96,13 +95,17 @@ class TritonRunner:
         return grow_by_passes(self.forward, self.backend, feeds, num_rows, vocab_size, self.kv.block_size)
 
     def warm_up(self, specs: Sequence[GrowthSpec], vocab_size: int) -> Sequence[WarmUp]:
-        """See `titan.kernels.interfaces.Runner`; of passes that run eagerly, all kinds of tiles and plans are compiled."""
+        """See `titan.kernels.interfaces.Runner`; of passes that run eagerly, all kinds of tiles and plans are compiled.
+
+        Passes with prefill chunks are captured last: memory may be short, and decodes are more.
+        """
         idle = partial(idle_batch, block_size=self.kv.block_size)
-        passes: list[WarmUp] = [partial(self._warm_up_size, idle([1]), size) for size in self._sizes.reachable()]
+        passes: list[WarmUp] = [partial(self._padded_hidden_states, idle([1]), size) for size in self._sizes.without_chunks()]
         if specs:
             passes += self._chains.warm_up(specs, vocab_size)
             counts = {1, *(spec.num_children for spec in specs if isinstance(spec, BeamSpec))}  # 1: of reviews
             passes += [partial(self._choose_children, count, vocab_size) for count in sorted(counts)]
+        passes += [partial(self._warm_up_chunks, idle([1]), size) for size in self._sizes.with_chunks()]
         most, query_lens = self._sizes.request_counts[-1], self._query_lens_of_tiles()
         chunk = max(self._max_query_len, *query_lens) + 1  # longer than the query beside it, or it would not count as a chunk
         numbers = {max(2, min(2**i, most)) for i in range(4, max(4, most.bit_length()) + 1)}  # plans are for powers of two
@@ -115,17 +118,13 @@ class TritonRunner:
         size, most = size_of(batch), self._max_query_len
         has_long_tree = self._has_chunk(size) and short_query_len(batch, most) > most
         found = self._sizes.find(size) if self._static.have_room_for(batch) and not has_long_tree else None
-        return None if found is not None and self._has_chunk(found) and self._chunked.lacks(found) else found
+        return None if found is not None and self._has_chunk(found) and self._replays.lacks(found) else found
 
     def _has_chunk(self, size: PassSize) -> bool:
         return size.max_query_len > self._max_query_len
 
-    def _replays_of(self, size: PassSize) -> Replays:
-        """Those of passes with chunks are others: where they cannot be recorded, those without may."""
-        return self._chunked if self._has_chunk(size) else self._replays
-
-    def _warm_up_size(self, batch: RaggedBatch, size: PassSize) -> None:
-        if not self._has_chunk(size) or not self._chunked.lacks(size):
+    def _warm_up_chunks(self, batch: RaggedBatch, size: PassSize) -> None:
+        if not self._replays.lacks(size):
             self._padded_hidden_states(batch, size)
 
     def _choose_children(self, count: int, vocab_size: int) -> None:
@@ -153,7 +152,6 @@ class TritonRunner:
         def run() -> Tensor:
             return self.model.hidden_states(inputs, self.kv)
 
-        replays = self._replays_of(size)
-        if size in replays:
-            return replays.run(size, run)
-        return replays.record(size, run, f"a pass of {size.num_tokens} tokens")
+        if size in self._replays:
+            return self._replays.run(size, run)
+        return self._replays.record(size, run, f"a pass of {size.num_tokens} tokens")
