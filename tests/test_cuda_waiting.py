@@ -286,13 +286,20 @@ SERVED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.parametrize("chunked_tokens", [(16, 64), ()])
 @pytest.mark.parametrize(("model", "options"), SERVED)
 def test_nothing_is_compiled_or_recorded_while_an_engine_serves(
-    model: str, options: dict[str, Any], device: Device, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+    model: str,
+    options: dict[str, Any],
+    chunked_tokens: Sequence[int],
+    device: Device,
+    zoo: Zoo,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Batches that grow and shrink, with chunks and without, sampled and greedy; none of what ran before is counted."""
+    """Batches that grow and shrink, sampled and greedy, with chunks, replayed or not, and without; none before them is counted."""
     kernels, captures = Kernels(), list[object]()
     monkeypatch.setattr(type(_walk_kernel), "run", lambda kernel, *args, **options: kernels.run(kernel, *args, **options))
+    monkeypatch.setattr("titan.kernels.triton.cuda_graphs.CHUNKED_TOKENS", chunked_tokens)
     capture = eager_capture()
     device._capture = lambda: lambda passes: (captures.append(passes), capture(passes))[1]
     engine = make_meta_engine(zoo, device, model, max_batch_size=20, **({"max_draft_tokens": 12} | options))
@@ -305,4 +312,4 @@ def test_nothing_is_compiled_or_recorded_while_an_engine_serves(
     while engine.scheduler.has_unfinished:
         engine.step()
     assert kernels.found <= warm and len(kernels.found) > 9
-    assert len(captures) == num_captures and engine.passes.num_replayed > 0
+    assert len(captures) == num_captures and engine.passes.num_replayed > 0 < engine.passes.num_eager
