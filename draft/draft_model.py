@@ -149,7 +149,10 @@ class DraftModelDrafter:
             end = min(request.num_computed_tokens + num_tokens, self.max_len, start + left)
             if is_wanted and end > start:
                 grows = budget > 0 and end == len(request.token_ids)
-                spec = self.policy.spec(request, budget, plan.num_slots[i], plan.worths.get(i)) if grows else None
+                # a device runs prefill chunks from a graph only if no tree behind them branches
+                prefers_chain = num_tokens + budget > 1 + self.max_draft_tokens and not self._context.backend.is_host
+                options = request, budget, plan.num_slots[i], plan.worths.get(i)
+                spec = self.policy.spec(*options, prefers_chain=prefers_chain) if grows else None
                 feeds.append(Feed(i, request.block_ids, start, self._known(request.token_ids[start:end]), spec, table))
                 left -= end - start
         return feeds

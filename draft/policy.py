@@ -77,7 +77,9 @@ class DraftPolicy:
         is_greedy_better = history.greedy_match.value > history.sampled_match.value + MIN_GREEDY_GAIN
         return not is_greedy_better or history.num_drafts % COMPARE_EVERY == 0
 
-    def spec(self, request: Request, budget: int, num_slots: int, worth: Worth | None = None) -> GrowthSpec:
+    def spec(
+        self, request: Request, budget: int, num_slots: int, worth: Worth | None = None, *, prefers_chain: bool = False
+    ) -> GrowthSpec:
         """Return how the tree of one request grows.
 
         Args:
@@ -85,7 +87,11 @@ class DraftPolicy:
             budget: maximum nodes, at least 1.
             num_slots: slots reserved after the root.
             worth: where it ends, if it stops early; ``None``: at the budget.
+            prefers_chain: whether a chain is better than a larger tree, at temperature 0 with "auto"; else a seed's tokens, or what
+                was asked for, would change.
         """
+        if prefers_chain and self.draft_tree == "auto" and request.params.is_greedy:
+            budget = min(budget, MAX_CHAIN_NODES)
         if self.is_sampled(request):
             return ShapeSpec(shape_plan(self._shape(request, budget).tobytes()), request.params, request.seed)
         if self.fixed_shape is not None:

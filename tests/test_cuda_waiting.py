@@ -29,6 +29,7 @@ from titan.core.sampling_params import SamplingParams
 from titan.core.sampling_rows import SamplingRows
 from titan.core.trees import DraftTrees
 from titan.draft.draft_model import DraftModelDrafter
+from titan.draft.policy import MAX_CHAIN_NODES
 from titan.engine import Engine
 from titan.kernels.interfaces import PassCounts, Verified
 from titan.kernels.triton.backend import TritonBackend
@@ -261,6 +262,18 @@ def test_a_step_looks_at_the_device_once(
     assert all(each.metrics.num_accepted_tokens > 2 for each in drafted)
     assert num_steps < len(moves) <= 2 * num_steps, "the paths of all requests are moved at once, in both caches"
     assert engine.passes.num_replayed > num_steps
+
+
+def test_prompts_of_greedy_requests_are_replayed_with_trees_that_branch_later(device: Device, zoo: Zoo) -> None:
+    engine = make_meta_engine(zoo, device, draft_tree="auto", max_draft_tokens=6)
+    num_eager, params = list[int](), SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    requests = submit(engine, [[5] * 40, [6] * 9], [params] * 2)
+    while engine.scheduler.has_unfinished:
+        engine.step()
+        num_eager.append(engine.passes.num_eager)
+    assert set(num_eager) == {0} and all(each.metrics.num_accepted_tokens for each in requests)
+    counters = engine.counters
+    assert sum(counters.proposed_per_depth) > MAX_CHAIN_NODES * counters.num_sequence_steps, "that of chains is 4"
 
 
 class Kernels:

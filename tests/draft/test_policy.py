@@ -12,7 +12,7 @@ from titan.core.growth import BeamSpec, GrowthSpec, ShapeSpec
 from titan.core.outputs import RequestMetrics
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
-from titan.draft.policy import CHAIN_CHILDREN, COMPARE_EVERY, DraftPolicy
+from titan.draft.policy import CHAIN_CHILDREN, COMPARE_EVERY, MAX_CHAIN_NODES, DraftPolicy
 
 
 def make_request(temperature: float = 0.0) -> Request:
@@ -73,6 +73,18 @@ def test_what_grows(draft_tree: str | Sequence[int], draft_sampling: str, temper
     assert kind_of(spec) == kind
     if isinstance(spec, ShapeSpec) and spec.params is not None:
         assert (spec.params, spec.seed) == (request.params, request.seed)
+
+
+@pytest.mark.parametrize(
+    ("draft_tree", "temperature", "kind", "num_nodes"),
+    [("auto", 0.0, "chain", MAX_CHAIN_NODES), ("auto", 0.8, "sampled", 12), ("dynamic", 0.0, "beam", 12), (BUSHY, 0.0, "shape", 7)],
+)
+def test_a_chain_where_one_is_better_if_neither_tokens_nor_what_was_asked_for_change(
+    draft_tree: str | Sequence[int], temperature: float, kind: str, num_nodes: int
+) -> None:
+    policy, request = DraftPolicy(draft_tree, "auto", 16), make_request(temperature)
+    spec = policy.spec(request, 12, policy.lookahead(request, 12), prefers_chain=True)
+    assert (kind_of(spec), spec.num_nodes) == (kind, num_nodes)
 
 
 def test_a_beam_without_its_slots_is_a_chain_with_siblings() -> None:
