@@ -73,7 +73,7 @@ class Engine:
         backend: the back end to run on; ``None`` = the one for the device in the options.
 
     Raises:
-        ValueError: a model cannot be loaded, the draft shares too few of its tokens, or the KV cache has no room.
+        ValueError: a model cannot be loaded, the draft shares too few of its tokens, or the KV cache has no room or leaves none.
         RuntimeError: as `check_process`.
     """
 
