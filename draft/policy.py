@@ -1,6 +1,7 @@
 """The drafting policy: the shape of each request's tree, and whether its tokens are the most likely ones or sampled.
 
-Everything here depends only on the request, its options and its own history, never on other requests.
+Everything here depends only on the request, its options and its own history, never on other requests; but for
+`prefers_chain`, which changes no tokens.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ class DraftPolicy:
             budget: maximum nodes, at least 1.
             num_slots: slots reserved after the root.
             worth: where it ends, if it stops early; ``None``: at the budget.
-            prefers_chain: whether a chain is better than a larger tree, at temperature 0 with "auto"; else a seed's tokens, or what
-                was asked for, would change.
+            prefers_chain: whether a chain is better than a larger tree. At temperature 0, and with "auto", it then is one; else the
+                tokens of a seed might change, or what was asked for.
         """
         if prefers_chain and self.draft_tree == "auto" and request.params.is_greedy:
             budget = min(budget, MAX_CHAIN_NODES)

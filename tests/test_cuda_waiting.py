@@ -325,4 +325,4 @@ def test_nothing_is_compiled_or_recorded_while_an_engine_serves(
     while engine.scheduler.has_unfinished:
         engine.step()
     assert kernels.found <= warm and len(kernels.found) > 9
-    assert len(captures) == num_captures and engine.passes.num_replayed > 0 < engine.passes.num_eager
+    assert len(captures) == num_captures and min(engine.passes.num_replayed, engine.passes.num_eager) > 0

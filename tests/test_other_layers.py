@@ -122,4 +122,4 @@ def test_a_model_that_cannot_be_captured_runs_without_graphs_and_says_why_once(c
     with pytest.raises(ValueError, match="a number was read on the host"):  # of Titan's own models
         Replays(failing_capture([], 0), PassCounts(), DEVICE).record(0, lambda: torch.zeros(1), "a pass")
     reason = "a pass of 1 tokens could not be captured: ValueError: a number was read on the host"
-    assert record.levelname == "WARNING" and record.getMessage() == f"this model runs without CUDA graphs, since {reason}"
+    assert record.levelname == "WARNING" and record.getMessage() == f"this model gets no further CUDA graphs, since {reason}"

@@ -73,7 +73,8 @@ class Engine:
         backend: the back end to run on; ``None`` = the one for the device in the options.
 
     Raises:
-        ValueError: a model cannot be loaded, the draft shares too few of its tokens, or the KV cache has no room or leaves none.
+        ValueError: a model cannot be loaded, the draft shares too few of its tokens, the KV cache has no room, or it
+            leaves too little for passes.
         RuntimeError: as `check_process`.
     """
 
@@ -206,9 +207,10 @@ class Engine:
         before, self._ahead = self._ahead, None
         if launched.verified is None and self._pace is None and not self.backend.is_host:
             self._ahead = marks[-1]  # of prompts alone: nobody needs their results, or to know how long they take
+            watch.times.target += watch.lap()
             if before is not None:
                 self.backend.seconds_between([before])  # one step ahead: a new request waits for all that is launched
-            watch.times.target += watch.lap()
+                watch.times.backlog += watch.lap()
         else:
             parts = self.backend.seconds_between(marks)
             watch.times.note_pass(parts, watch.lap())
@@ -451,7 +453,7 @@ class Engine:
 
     def _measure(self, drafter: Drafter, max_draft_tokens: int) -> Costs:
         costs = self._profiler.measure(self.runner, drafter, max_draft_tokens)
-        self._swap_rule.pass_s = costs.target.predict
+        self._swap_rule.pass_s = costs.target.predict  # of the first time, but followed
         return costs
 
     def _draft_context(self) -> DraftContext:
@@ -490,10 +492,14 @@ def _warm_up(config: EngineConfig, passes: Sequence[WarmUp]) -> None:
         with torch.inference_mode():
             for run in tqdm(passes, desc="Warming up", unit="pass", dynamic_ncols=True):
                 run()
-    except torch.OutOfMemoryError as error:
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        schedule = config.schedule
         raise ValueError(
-            f"max_batch_size={config.schedule.max_batch_size} needs more memory than the KV cache leaves: lower it, or give the "
-            f"cache less by memory_utilization, kv_cache_memory or num_kv_blocks"
+            f"passes of max_batch_size={schedule.max_batch_size} requests and max_num_batched_tokens="
+            f"{schedule.max_num_batched_tokens} tokens need more memory than the KV cache leaves: lower these, or give the cache "
+            f"less by memory_utilization, kv_cache_memory or num_kv_blocks"
         ) from error
 
 

@@ -102,14 +102,14 @@ void unpack_codes(const Weight& weight, int64_t row, T* result) {
 
 // Decode the weights of half a unit, two pairs of inputs; rare ones are 0.0. The block's palette is in every 16 bytes.
 template <int Bits>
-inline void decode_half(const uint8_t* unit, int half, __m512i palette, Words (&pairs)[2]) {
+inline void decode_half(const uint8_t* unit, int half, __m512i palette, Words& first, Words& second) {
   constexpr bool kIsShort = Codes<Bits>::kIsShort;
   const Words numbers = load<Words>(unit) >> 4 * half & 0x0f0f0f0fu;
   Words low = load<Words>(unit + (kIsShort ? 1 : 1 + half) * kPartBytes);
   if constexpr (kIsShort) low = low << 4 * (1 - half) & 0xf0f0f0f0u;
   const __m512i lower = reinterpret<__m512i>(low), upper = _mm512_shuffle_epi8(palette, reinterpret<__m512i>(numbers));
-  pairs[0] = reinterpret<Words>(_mm512_unpacklo_epi8(lower, upper));
-  pairs[1] = reinterpret<Words>(_mm512_unpackhi_epi8(lower, upper));
+  first = reinterpret<Words>(_mm512_unpacklo_epi8(lower, upper));
+  second = reinterpret<Words>(_mm512_unpackhi_epi8(lower, upper));
 }
 
 template <int Bits>
@@ -134,7 +134,7 @@ inline void decode_units(const Codes<Bits>& codes, int64_t begin, int64_t end, T
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
       Words pairs[2];
-      decode_half<Bits>(unit, half, palette, pairs);
+      decode_half<Bits>(unit, half, palette, pairs[0], pairs[1]);
       // one by one: GCC 12 copies both together over the stack
       store_pairs(pairs[0], result + (input - begin + 4 * half) * kBlock);
       store_pairs(pairs[1], result + (input - begin + 4 * half + 2) * kBlock);
@@ -163,11 +163,7 @@ template <int M, int B, int Bits, typename X>
     for (int half = 0; half < 2; ++half) {
       Words pairs[2][B]; // of all blocks, so that a number of x is loaded once for them
 #pragma GCC unroll 3
-      for (int block = 0; block < B; ++block) {
-        Words of_block[2];
-        decode_half<Bits>(unit[block], half, palette[block], of_block);
-        pairs[0][block] = of_block[0], pairs[1][block] = of_block[1];
-      }
+      for (int block = 0; block < B; ++block) decode_half<Bits>(unit[block], half, palette[block], pairs[0][block], pairs[1][block]);
 #pragma GCC unroll 2
       for (int pair = 0; pair < 2; ++pair) add_products<M, B>(x + input + 4 * half + 2 * pair, stride, pairs[pair], sums);
     }

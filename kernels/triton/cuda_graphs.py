@@ -24,10 +24,10 @@ from titan.kernels.interfaces import PassCounts, PassLimits
 MAX_GRAPH_TOKENS = 4096
 """Most tokens of a graph without prefill chunks; larger passes keep the device busy for longer than it takes to launch them."""
 
-CHUNKED_TOKENS = (16, 32, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 544, 576, 640, 768, 1024)
+CHUNKED_TOKENS = (16, 32, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 544, 576, 640, 768, 896, 1024)
 """Tokens of graphs of passes with prefill chunks; larger ones keep the device busy for longer than it takes to launch them.
 
-Close together above 512, the length of chunks by default: decodes run beside them."""
+Closest together above 512, the length of chunks by default: decodes run beside them."""
 
 FEW_REQUESTS = 64
 """Requests that such passes are padded to; where there are more, to the most that there may be."""
@@ -100,8 +100,9 @@ class GraphSizes:
         return sorted((size for size in found if size is not None), reverse=True)
 
     def with_chunks(self) -> list[PassSize]:
-        """Return every size that passes with chunks find, likewise."""
-        chunk, found = self.query_lens[-1] + 1, list[PassSize]()  # of one request, beside one token of each other one
+        """Return every size that passes with chunks find, the one of most tokens first."""
+        chunk = self.query_lens[-1] + 1  # of one request, beside one token of each other one
+        found = list[PassSize]()
         for fewer, num_requests in pairwise([0, *self._chunked_requests]):
             found += [PassSize(each, num_requests, each) for each in self._chunked_tokens if each >= fewer + chunk]
         return sorted(found, reverse=True)
@@ -157,7 +158,7 @@ class Replays:
                 raise
             self._has_failed = True
             logging.getLogger(__name__).warning(
-                "this model runs without CUDA graphs, since %s could not be captured: %s: %s",
+                "this model gets no further CUDA graphs, since %s could not be captured: %s: %s",
                 description,
                 type(error).__name__,
                 error,

@@ -97,7 +97,7 @@ class TritonRunner:
     def warm_up(self, specs: Sequence[GrowthSpec], vocab_size: int) -> Sequence[WarmUp]:
         """See `titan.kernels.interfaces.Runner`; of passes that run eagerly, all kinds of tiles and plans are compiled.
 
-        Passes with prefill chunks are captured last: memory may be short, and decodes are more.
+        Passes with prefill chunks are captured last: memory may be short, and most passes are decodes.
         """
         idle = partial(idle_batch, block_size=self.kv.block_size)
         passes: list[WarmUp] = [partial(self._padded_hidden_states, idle([1]), size) for size in self._sizes.without_chunks()]

@@ -44,7 +44,7 @@ class Profiler:
             max_draft_tokens: per request.
 
         Raises:
-            torch.OutOfMemoryError: the device has too little memory.
+            RuntimeError: no block is free, or the device has too little memory (torch.OutOfMemoryError).
         """
         schedule, pool = self._schedule, self._kv.pool
         subjects, block_ids = list[Subject](), list[int]()
