@@ -149,7 +149,7 @@ def _node_price(prices: Prices, sizes: Sequence[int], size: int, least_value: fl
     above = [each for each in (*sizes, 2 * sizes[-1]) if each > size]
     pairs = pairwise([size, *above])
     slack = next((low - size for low, high in pairs if prices.slope(low, high) > least_value), MAX_NODES)
-    return prices.slope(size // 2, above[0] if slack else size), slack
+    return prices.slope(size // 2, size + min(size, slack)), slack
 
 
 def _nodes_by_value(candidates: Sequence[Candidate], acceptance: Sequence[float]) -> list[tuple[float, int, int]]:
