@@ -60,11 +60,15 @@ def kinds_here() -> list[Kind]:
 
 def _vendor() -> str | None:
     """Return who made the processor, where Linux says it."""
+    return next((line.partition(":")[2].strip() for line in cpu_info() if line.startswith("vendor_id")), None)
+
+
+def cpu_info() -> list[str]:
+    """Return what Linux says of the processors, line by line; nothing elsewhere."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return None
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), None)
+        return []
 
 
 def choose_kind() -> Kind | None:

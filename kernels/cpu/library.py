@@ -21,7 +21,7 @@ from pathlib import Path
 
 from titan.core.limits import MAX_NODES
 from titan.core.random import Purpose
-from titan.kernels.cpu.kinds import Kind
+from titan.kernels.cpu.kinds import Kind, cpu_info
 
 SOURCE = Path(__file__).parent / "library.cpp"
 COMPILERS = ("c++", "g++", "clang++")
@@ -118,9 +118,7 @@ def _find(folder: Path, identity: str) -> Path | None:
 
 def _processor() -> str:
     """Return text that differs between processors with different instruction sets."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
+    if not (lines := cpu_info()):
         return platform.processor()
     return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
 

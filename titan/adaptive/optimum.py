@@ -146,8 +146,7 @@ def _node_price(prices: Prices, sizes: Sequence[int], size: int, least_value: fl
         size: nodes of the optimum.
         least_value: seconds that the last of them may cost at most.
     """
-    above = [each for each in (*sizes, 2 * sizes[-1]) if each > size]
-    pairs = pairwise([size, *above])
+    pairs = pairwise([size, *[each for each in (*sizes, 2 * sizes[-1]) if each > size]])
     slack = next((low - size for low, high in pairs if prices.slope(low, high) > least_value), MAX_NODES)
     return prices.slope(size // 2, size + min(size, slack)), slack
 
