@@ -11,7 +11,7 @@ from itertools import repeat
 from titan import LLM, SamplingParams
 from titan.bench.draft_recipes import DraftRecipe, Models
 from titan.bench.engine_run import BLOCK_SIZE, make_idle, num_blocks_for, profile_workload
-from titan.bench.predict import AcceptanceCounts
+from titan.bench.predict import DepthCounts
 from titan.bench.prompts import prompt_stream
 from titan.bench.report import add_target, bench_parser, format_label, model_options, positive
 from titan.bench.runs import Run, share_equal
@@ -102,7 +102,7 @@ class DraftBench:
         temperature = float(setting.labels["temperature"])
         profile = partial(profile_workload, self.engine, concurrency=self.args.concurrency, temperature=temperature)
         profile(warm_up)
-        counts = AcceptanceCounts()
+        counts = DepthCounts()
         self.engine.observers[:] = [counts.observe]
         run = profile(workloads[round_id])
         return replace(run, figures={**run.figures, **counts.figures}, details=counts.details)

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.util import find_spec
 from itertools import islice
 from statistics import mean
 from typing import Any
@@ -185,16 +184,15 @@ def _step_figures(requests: Sequence[Request]) -> dict[str, float]:
 def _observed_use(engine: Engine) -> Iterator[tuple[list[float], list[float]]]:
     """Collect shares in use in the middle of steps: of KV blocks, when those of the step are reserved and none is freed; of a GPU.
 
-    The latter are empty on a CPU, and without the package nvidia-ml-py.
+    The latter are empty where the back end cannot tell.
     """
     kv_use: list[float] = []
     gpu_use: list[float] = []
-    pool, device = engine.kv.pool, engine.backend.device
-    has_nvml = device.type == "cuda" and find_spec("pynvml") is not None
+    pool = engine.kv.pool
 
     def observe(*_: object) -> None:
-        if has_nvml and len(kv_use) % STEPS_PER_GPU_SAMPLE == 0:
-            gpu_use.append(torch.cuda.utilization(device) / 100)
+        if len(kv_use) % STEPS_PER_GPU_SAMPLE == 0 and (use := engine.backend.utilization()) is not None:
+            gpu_use.append(use)
         kv_use.append(1 - pool.num_free / pool.num_blocks)
 
     engine.observers.append(observe)

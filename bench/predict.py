@@ -29,7 +29,7 @@ def expected_tokens(alpha: float, gamma: int) -> float:
 
 
 @dataclass(slots=True)
-class AcceptanceCounts:
+class DepthCounts:
     """Counts of draft trees and of what was accepted of them; `observe` is an observer of an engine."""
 
     num_steps: int = 0  # of requests
@@ -45,7 +45,7 @@ class AcceptanceCounts:
                 inner = set(topology.inner.tolist())
                 self.num_steps += 1
                 self.num_tries += sum(node in inner for node in (-1, *path))
-                self.trees.update(range(1, topology.max_depth + 1))
+                self.trees.update(range(1, 1 + max(topology.depths, default=0)))
                 self.accepted.update(range(1, len(path) + 1))
 
     @property
@@ -63,13 +63,13 @@ class AcceptanceCounts:
         return {name: [count[depth] for depth in sorted(self.trees)] for name, count in counts.items()}
 
 
-def wilson_share(num_successes: float, num_trials: float, z: float = Z_95) -> Spread:
-    """A binomial share of at least one trial with its score interval, of two-sided confidence by its normal quantile ``z``.
+def wilson_share(num_successes: float, num_trials: float) -> Spread:
+    """A binomial share of at least one trial with its score interval of 95 %.
 
     Wilson, "Probable inference", Journal of the American Statistical Association, 1927.
     """
     share = num_successes / num_trials
-    scale = 1 + z * z / num_trials
-    center = (share + z * z / (2 * num_trials)) / scale
-    half = z / scale * math.sqrt(share * (1 - share) / num_trials + z * z / (4 * num_trials**2))
+    scale = 1 + Z_95 * Z_95 / num_trials
+    center = (share + Z_95 * Z_95 / (2 * num_trials)) / scale
+    half = Z_95 / scale * math.sqrt(share * (1 - share) / num_trials + Z_95 * Z_95 / (4 * num_trials**2))
     return Spread(share, max(0.0, center - half), min(1.0, center + half), int(num_trials))

@@ -36,20 +36,8 @@ from titan.kernels.interfaces import Backend, Model
 from titan.kernels.torch.runner import TorchRunner, place_nodes
 
 TRAITS = frozenset(
-    {
-        "rms_norm",
-        "pre_norm",
-        "post_norm",
-        "qk_norm",
-        "row_norm",
-        "silu",
-        "gelu_tanh",
-        "rope",
-        "rope_per_layer",
-        "sliding_window",
-        "tied_embedding",
-    }
-    | {"attention_bias", "output_bias", "mlp_bias"}
+    {"rms_norm", "pre_norm", "post_norm", "qk_norm", "row_norm", "silu", "gelu_tanh", "rope", "rope_per_layer"}
+    | {"sliding_window", "tied_embedding", "attention_bias", "output_bias", "mlp_bias"}
 )
 """Traits of models whose passes are one call of C++; see `titan.models.config.ModelConfig.traits`."""
 

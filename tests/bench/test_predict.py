@@ -13,7 +13,7 @@ from stepping import host_trees, make_engine, submit
 from zoo import Zoo, random_prompts
 
 from titan import SamplingParams
-from titan.bench.predict import AcceptanceCounts, expected_tokens, wilson_share
+from titan.bench.predict import DepthCounts, expected_tokens, wilson_share
 from titan.core.step import Acceptance
 from titan.core.trees import EMPTY_TREE, DraftTree
 
@@ -32,14 +32,14 @@ def test_paths_through_trees_are_counted_by_depth() -> None:
     # two children of the root, one of which has a child
     fork = DraftTree(np.arange(3, dtype=np.int64), np.array([-1, 0, -1], np.int32))
     trees = [fork, fork, fork, EMPTY_TREE, fork]  # the last is that of a prefill chunk, which is no step
-    counts = AcceptanceCounts()
+    counts = DepthCounts()
     plan: Any = SimpleNamespace(reaches_root=lambda i: i < 4)
     counts.observe(plan, Acceptance(host_trees(trees), [[0, 1], [2], [], [], []], [[0]] * 5, [None] * 5))
     assert counts.details == {"trees per depth": [3, 3], "accepted per depth": [2, 1]}
     # tried: three roots, and node 0 once; accepted: three nodes; of the four steps one is without a tree
     assert counts.figures["alpha"] == 3 / 4
     assert counts.figures["expected tokens/step"] == (1 + 3 * (1 + 3 / 4 + 9 / 16)) / 4
-    assert AcceptanceCounts(num_steps=1).figures == {"expected tokens/step": 1.0}  # nothing was drafted
+    assert DepthCounts(num_steps=1).figures == {"expected tokens/step": 1.0}  # nothing was drafted
 
 
 @pytest.mark.parametrize(("num_successes", "num_trials"), [(0, 1), (1, 1), (0, 40), (13, 40), (40, 40), (700, 1000)])
@@ -50,7 +50,7 @@ def test_intervals_are_those_of_scipy(num_successes: int, num_trials: int) -> No
 
 
 def test_counts_of_an_engine_are_those_that_it_keeps_itself(zoo: Zoo) -> None:
-    engine, counts = make_engine(zoo.path("llama"), zoo.path("llama~"), draft_tree="chain"), AcceptanceCounts()
+    engine, counts = make_engine(zoo.path("llama"), zoo.path("llama~"), draft_tree="chain"), DepthCounts()
     engine.observers.append(counts.observe)
     submit(engine, random_prompts(8, max_len=12), [SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)] * 8)
     while engine.scheduler.has_unfinished:

@@ -34,7 +34,6 @@ class Topology:
     child_ranks: Ints  # [num_nodes], number of earlier children of the node's parent
     inner: NDArray[np.int32]  # [num_inner], the distinct parents, ascending: the root (-1) and the nodes that have children
     inner_rows: Ints  # [1 + num_nodes], indices of the root and the nodes among the inner ones; -1 for a leaf
-    max_depth: int
     is_chain: bool
 
 
@@ -65,7 +64,7 @@ def topology(parents: bytes) -> Topology:
     for array in arrays:
         array.flags.writeable = False  # shared by all trees of the shape
     is_chain = bool((parent_of == np.arange(num_nodes) - 1).all())
-    return Topology(*arrays, int(depths.max(initial=0)), is_chain)
+    return Topology(*arrays, is_chain)
 
 
 @lru_cache(maxsize=MAX_NODES + 1)

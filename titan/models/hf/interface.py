@@ -6,7 +6,7 @@ transformers builds no masks for it, because it is registered for attention alon
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from titan.core.attention import LayerSpec
 from titan.core.kv_tensor import KVTensor
 from titan.kernels.interfaces import LayerOps, TokenPlaces
+from titan.models.hf.latents import AbsorbedLatents
 
 IMPLEMENTATION = "titan"
 """Name under which the attention is registered."""
@@ -51,16 +52,6 @@ class Current:
     run: Pass | None = None
 
 
-class Latents(Protocol):
-    """Attention over latents (MLA): queries and outputs change sides, keys and values stay compressed."""
-
-    def absorb(self, q: Tensor) -> Tensor:
-        """Return queries of latents: [T, H, D] -> [T, H, latent + rotated]."""
-
-    def expand(self, attended: Tensor) -> Tensor:
-        """Return values of sums of latents: [T, H, latent] -> [T, H, V]."""
-
-
 @dataclass(slots=True, eq=False)
 class BoundAttention:
     """An attention layer of a model, bound to its module.
@@ -73,7 +64,7 @@ class BoundAttention:
     kv_index: int  # of the layer in the cache
     writes: bool  # False: it reads what another layer has written
     sinks: Tensor | None = None  # float32 [H]
-    latents: Latents | None = None
+    latents: AbsorbedLatents | None = None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend from the tokens of the current pass: [1, H, T, D], [1, K, T, D], [1, K, T, V] -> [1, T, H, V]."""

@@ -20,7 +20,7 @@ MAX_ERROR = 1e-4
 
 
 class AbsorbedLatents:
-    """The matrices that expand latents to the keys and values of each head; see `titan.models.hf.interface.Latents`.
+    """The matrices that expand latents to the keys and values of each head: queries and outputs change sides instead.
 
     Args:
         up_keys: [H, K, latent], of the part of keys that is not rotated.
@@ -32,10 +32,12 @@ class AbsorbedLatents:
         self._up_values = up_values.transpose(1, 2).contiguous()
 
     def absorb(self, q: Tensor) -> Tensor:
+        """Return queries of latents: [T, H, D] -> [T, H, latent + rotated]."""
         plain, rotated = q.split([self._up_keys.shape[1], q.shape[-1] - self._up_keys.shape[1]], -1)
         return torch.cat((torch.bmm(plain.transpose(0, 1), self._up_keys).transpose(0, 1), rotated), -1)
 
     def expand(self, attended: Tensor) -> Tensor:
+        """Return values of sums of latents: [T, H, latent] -> [T, H, V]."""
         return torch.bmm(attended.transpose(0, 1), self._up_values).transpose(0, 1)
 
 

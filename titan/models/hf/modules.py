@@ -231,7 +231,5 @@ def difference(found: Tensor, expected: Tensor) -> float:
 def mixed_rows(weight: Tensor) -> Tensor:
     """Return random rows of several sizes, inputs of a weight [..., in_features]: the smallest tell where an eps is added."""
     sizes = torch.tensor([1e-4, 1e-2, 0.1, 1, 1, 10, 100])
-    rows = (
-        torch.randn(len(sizes), weight.shape[-1], generator=torch.Generator().manual_seed(0)) + 0.5
-    )  # a mean that a norm may drop
-    return (rows * sizes[:, None]).to(weight)
+    rows = torch.randn(len(sizes), weight.shape[-1], generator=torch.Generator().manual_seed(0))
+    return ((rows + 0.5) * sizes[:, None]).to(weight)  # with a mean, which a norm may drop
