@@ -63,12 +63,16 @@ def said(zoo: Zoo, draft: str, request: Request, start: int, num_tokens: int = V
 
 
 @pytest.mark.parametrize(("back_end", "num_steps"), [("torch", 5), ("cpu", 5), ("cpu", MAX_REVIEWED + 4), ("triton", 5)])
-def test_a_review_says_what_the_draft_would_have_proposed(zoo: Zoo, back_end: str, num_steps: int) -> None:
+def test_a_review_says_what_the_draft_would_have_proposed(
+    zoo: Zoo, back_end: str, num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of the last of a request's own tokens; then of those since, from KV that a fresh pass would have made as well."""
-    engine, requests = undrafted(zoo, "llama~", num_steps, back_end, speculation="adaptive", draft_tree="auto")
+    Machine(monkeypatch)
+    prompts = PROMPTS[:3] if back_end == "triton" else PROMPTS
+    engine, requests = undrafted(zoo, "llama~", num_steps, back_end, prompts, speculation="adaptive", draft_tree="auto")
     drafter, auditor = engine.drafter, Auditor(zoo, engine, "llama")
     assert isinstance(drafter, DraftModelDrafter)
-    some, found_right = requests[:3] if back_end == "triton" else requests[:5], list[bool]()
+    some, found_right = requests[:5], list[bool]()
     for num_more in (num_steps, 3):
         counts = [drafter.num_reviewable(request) for request in some]
         assert counts == [min(num_more, MAX_REVIEWED)] * len(some)

@@ -134,7 +134,7 @@ class WatchedDecoder(loader.Decoder):
         super().register_parameter(name, parameter)
 loader.Decoder = WatchedDecoder
 def load():
-    llm = LLM("demo", "demo", device="cpu", num_kv_blocks=32)
+    llm = LLM("demo", "demo", device="cpu", num_kv_blocks=32, speculation="fixed")
     outputs.append(llm.generate("def f(", params, use_tqdm=False)[0].outputs[0].token_ids)
 def load_at_once():
     start.wait()
