@@ -16,6 +16,7 @@ import psutil
 import torch
 
 import titan
+from titan.kernels.cpu.kinds import processor_fact
 from titan.kernels.cpu.threads import available_cores
 from titan.models.loader import resolve_model
 
@@ -117,6 +118,4 @@ def describe_checkout(folder: Path) -> str:
 
 
 def _cpu_name() -> str:
-    path = Path("/proc/cpuinfo")
-    name = re.search(r"^model name\s*: (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE) if path.exists() else None
-    return name[1] if name else platform.processor() or platform.machine()
+    return processor_fact("model name") or platform.processor() or platform.machine()

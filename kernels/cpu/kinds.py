@@ -53,14 +53,14 @@ def kinds_here() -> list[Kind]:
     """
     here = [kind for kind in KINDS if kind.is_here()]
     names = [kind.name for kind in here]
-    if "avx512bf16" in names and _vendor() == "GenuineIntel":
+    if "avx512bf16" in names and processor_fact("vendor_id") == "GenuineIntel":
         here.insert(names.index("avx512"), here.pop(names.index("avx512bf16")))
     return here
 
 
-def _vendor() -> str | None:
-    """Return who made the processor, where Linux says it."""
-    return next((line.partition(":")[2].strip() for line in cpu_info() if line.startswith("vendor_id")), None)
+def processor_fact(name: str) -> str | None:
+    """Return a fact about the first processor, such as "vendor_id" or "model name", where Linux tells it."""
+    return next((line.partition(":")[2].strip() for line in cpu_info() if line.startswith(name)), None)
 
 
 def cpu_info() -> list[str]:
