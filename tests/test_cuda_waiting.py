@@ -6,7 +6,7 @@ The device is PyTorch's "meta", from which nothing can be read, since nothing is
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import ref
@@ -14,7 +14,6 @@ from weakref import ref
 import numpy as np
 import pytest
 import torch
-from interpreted import eager_capture
 from numpy.typing import NDArray
 from stepping import submit
 from torch import Tensor
@@ -33,6 +32,7 @@ from titan.draft.policy import MAX_CHAIN_NODES
 from titan.engine import Engine
 from titan.kernels.interfaces import PassCounts, Verified
 from titan.kernels.triton.backend import TritonBackend
+from titan.kernels.triton.cuda_graphs import Capture, Replay
 from titan.kernels.triton.tree_walk import _walk_kernel
 from titan.models.decoder import Decoder
 from titan.models.files import ModelFiles
@@ -85,6 +85,16 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Uploads]:
         yield mode
 
 
+def launching_capture() -> Capture:
+    """A capture that launches all kernels, as that of a graph does."""
+
+    def capture(function: Callable[[], Tensor]) -> Replay:
+        output = function().clone()
+        return Replay(lambda: (output.copy_(function()), None)[1], output)
+
+    return capture
+
+
 class Device(TritonBackend):
     """A device on which kernels do nothing; a look at results finds what is made up here.
 
@@ -92,7 +102,7 @@ class Device(TritonBackend):
     """
 
     def __init__(self) -> None:
-        super().__init__(META, eager_capture)
+        super().__init__(META, launching_capture)
         self.num_looks = 0
         self._verify = self.trees.verify
         self.trees.verify = self._noting_sizes  # type: ignore[method-assign]
@@ -193,7 +203,7 @@ def test_an_engine_that_is_done_with_keeps_no_stream(device: Device, zoo: Zoo) -
     captures = list[ref[Any]]()
 
     def make_capture() -> Any:
-        captures.append(ref(capture := eager_capture()))
+        captures.append(ref(capture := launching_capture()))
         return capture
 
     device._capture = make_capture
@@ -313,7 +323,7 @@ def test_nothing_is_compiled_or_recorded_while_an_engine_serves(
     kernels, captures = Kernels(), list[object]()
     monkeypatch.setattr(type(_walk_kernel), "run", lambda kernel, *args, **options: kernels.run(kernel, *args, **options))
     monkeypatch.setattr("titan.kernels.triton.cuda_graphs.CHUNKED_TOKENS", chunked_tokens)
-    capture = eager_capture()
+    capture = launching_capture()
     device._capture = lambda: lambda passes: (captures.append(passes), capture(passes))[1]
     engine = make_meta_engine(zoo, device, model, max_batch_size=20, **({"max_draft_tokens": 12} | options))
     warm, num_captures = set(kernels.found), len(captures)

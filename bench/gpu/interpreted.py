@@ -13,14 +13,20 @@ from titan.kernels.triton.cuda_graphs import Capture, Replay
 
 
 def eager_capture() -> Capture:
-    """A capture keeps the function, as a graph keeps its launches: a replay finds new inputs only where the old ones lay."""
+    """A capture keeps the function, as a graph keeps its launches: a replay finds new inputs only where the old ones lay.
+
+    Like a graph's, it runs nothing; what the first replay finds is what later ones write to.
+    """
 
     def capture(function: Callable[[], Tensor]) -> Replay:
-        output = function().clone()
-        output.fill_(torch.nan if output.is_floating_point() else -1)
+        output = torch.empty(0)
 
         def replay() -> None:
-            output.copy_(function())
+            found = function()
+            if output.numel():
+                output.copy_(found)
+            else:
+                output.data = found.clone()
 
         return Replay(replay, output)
 
