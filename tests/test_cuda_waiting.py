@@ -6,8 +6,9 @@ The device is PyTorch's "meta", from which nothing can be read, since nothing is
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from zoo import Zoo
 
+from titan.bench.gpu.host_time import capture_in_name
 from titan.core.options import EngineConfig
 from titan.core.outputs import RequestMetrics
 from titan.core.request import Request
@@ -32,7 +34,6 @@ from titan.draft.policy import MAX_CHAIN_NODES
 from titan.engine import Engine
 from titan.kernels.interfaces import PassCounts, Verified
 from titan.kernels.triton.backend import TritonBackend
-from titan.kernels.triton.cuda_graphs import Capture, Replay
 from titan.kernels.triton.tree_walk import _walk_kernel
 from titan.models.decoder import Decoder
 from titan.models.files import ModelFiles
@@ -85,16 +86,6 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Uploads]:
         yield mode
 
 
-def launching_capture() -> Capture:
-    """A capture that launches all kernels, as that of a graph does."""
-
-    def capture(function: Callable[[], Tensor]) -> Replay:
-        output = function().clone()
-        return Replay(lambda: (output.copy_(function()), None)[1], output)
-
-    return capture
-
-
 class Device(TritonBackend):
     """A device on which kernels do nothing; a look at results finds what is made up here.
 
@@ -102,7 +93,7 @@ class Device(TritonBackend):
     """
 
     def __init__(self) -> None:
-        super().__init__(META, launching_capture)
+        super().__init__(META, lambda: capture_in_name)
         self.num_looks = 0
         self._verify = self.trees.verify
         self.trees.verify = self._noting_sizes  # type: ignore[method-assign]
@@ -203,7 +194,7 @@ def test_an_engine_that_is_done_with_keeps_no_stream(device: Device, zoo: Zoo) -
     captures = list[ref[Any]]()
 
     def make_capture() -> Any:
-        captures.append(ref(capture := launching_capture()))
+        captures.append(ref(capture := partial(capture_in_name)))
         return capture
 
     device._capture = make_capture
@@ -323,8 +314,7 @@ def test_nothing_is_compiled_or_recorded_while_an_engine_serves(
     kernels, captures = Kernels(), list[object]()
     monkeypatch.setattr(type(_walk_kernel), "run", lambda kernel, *args, **options: kernels.run(kernel, *args, **options))
     monkeypatch.setattr("titan.kernels.triton.cuda_graphs.CHUNKED_TOKENS", chunked_tokens)
-    capture = launching_capture()
-    device._capture = lambda: lambda passes: (captures.append(passes), capture(passes))[1]
+    device._capture = lambda: lambda passes: (captures.append(passes), capture_in_name(passes))[1]
     engine = make_meta_engine(zoo, device, model, max_batch_size=20, **({"max_draft_tokens": 12} | options))
     warm, num_captures = set(kernels.found), len(captures)
     assert engine.passes == PassCounts() and not engine.runner.kv.groups[0].is_inference()

@@ -50,7 +50,7 @@ class IdleBackend(TritonBackend):
     """Launches nothing: tensors are on the CPU, and results are made up."""
 
     def __init__(self) -> None:
-        super().__init__(torch.device("cpu"), lambda: _replay_nothing)
+        super().__init__(torch.device("cpu"), lambda: capture_in_name)
 
     def free_memory(self) -> int:
         """See `titan.kernels.interfaces.Backend`; of memory that nothing is written to."""
@@ -69,7 +69,8 @@ class IdleBackend(TritonBackend):
         return [paths, final_tokens, *nodes]
 
 
-def _replay_nothing(function: Callable[[], Tensor]) -> Replay:
+def capture_in_name(function: Callable[[], Tensor]) -> Replay:
+    """Run the host's part of passes once, as the capture of a graph does; a replay has none."""
     return Replay(lambda: None, function())
 
 

@@ -15,7 +15,7 @@ from titan.kernels.triton.cuda_graphs import Capture, Replay
 def eager_capture() -> Capture:
     """A capture keeps the function, as a graph keeps its launches: a replay finds new inputs only where the old ones lay.
 
-    Like a graph's, it runs nothing; what the first replay finds is what later ones write to.
+    As while a graph is captured, nothing is computed; later replays write to what the first one finds.
     """
 
     def capture(function: Callable[[], Tensor]) -> Replay:
