@@ -53,7 +53,7 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class CachingDrafter(Drafter, Protocol):
-    """A drafter with its own KV cache, whose bytes count when the block pool is sized."""
+    """A drafter with its own KV cache, whose bytes count when the block pool is sized; one engine at a time may use it."""
 
     def attach(self, kv: KVTensor) -> None:
         """Attach the cache, which has the layout ``kv``; called before the first step, and again when the cache is resized.

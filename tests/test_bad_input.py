@@ -44,7 +44,7 @@ def raises(*parts: object) -> Any:
 
 
 SAMPLING: dict[str, tuple[str, list[Any]]] = {
-    "n": ("an integer >= 1", [0, 2.0]),
+    "n": ("an integer from 1 to 16384", [0, 2.0, 16385]),
     "temperature": ("[0, inf)", [-0.1, nan, inf, 1e39, "hot", True]),
     "top_p": ("(0, 1]", [0.0, 1.5, 1e-46]),
     "min_p": ("[0, 1]", [-1, 1.01]),
@@ -76,7 +76,7 @@ ENGINE: dict[str, tuple[str, list[Any]]] = {
     "seed": (SEED, [-1, 1.5]),
     "generation_config": ("'auto', 'vllm'", ["none", None]),
     "num_threads": ("an integer from 1 to 1024", [0, 1025, 2.0]),
-    "max_model_len": ("an integer >= 1", [0]),
+    "max_model_len": ("an integer >= 2", [0, 1]),
     "warm_up": (TRUTH, [1]),
     "speculation": ("'adaptive', 'fixed', 'off'", ["on", False, None]),
     "speculation_target": ("'throughput', 'latency'", ["cost", None]),
@@ -240,6 +240,7 @@ class Mistaken(NoDrafter):
     [
         ({"tokenizer": 5}, ["tokenizer=5", "a non-empty str, a path or None"]),
         ({"model": 5}, ["model=5", "'demo'", "a folder", "hub id"]),
+        ({"revision": "main"}, ["revision='main' contradicts model", "a folder", "None"]),
         ({"device": "tpu"}, ["device='tpu'", "'auto', 'cpu', 'cuda', 'cuda:N'"]),
         ({"device": "meta"}, ["device='meta'", "'auto', 'cpu', 'cuda', 'cuda:N'"]),
         ({"device": "cpu:3"}, ["device='cpu:3'", "'auto', 'cpu', 'cuda', 'cuda:N'"]),
@@ -293,6 +294,7 @@ BAD_REQUESTS: dict[str, tuple[Any, dict[str, Any], list[object]]] = {
     ),
     "half a character": ("a\ud800", {}, ["'a\\ud800'", "surrogate", "UTF-8"]),
     "bytes": (b"the", {}, ["b'the'", "a str or a list of int"]),
+    "a bytearray": (bytearray(b"the"), {}, ["prompt=", "bytearray", "a str or a list of int"]),
     "never fits": ([5] * 120, {"n": 2}, ["120 tokens", "max_tokens=16", "128 tokens", "num_kv_blocks=8"]),
     "stop token": ("the", {"stop_token_ids": [5, 131]}, ["stop_token_ids has token id 131", "0 to 130"]),
     "biased token": ("the", {"logit_bias": {131: 1}}, ["logit_bias has token id 131", "0 to 130"]),
@@ -355,6 +357,31 @@ NO_PARAMS = "a SamplingParams, a list of them, or None"
 def test_arguments_of_another_kind(llm: LLM, method: str, arguments: list[Any], parts: list[str]) -> None:
     with raises(*parts):
         getattr(llm, method)(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"chat_template": 5}, ["chat_template=5", "a non-empty str or None"]),
+        ({"add_generation_prompt": "yes"}, ["add_generation_prompt='yes'", TRUTH]),
+        ({"continue_final_message": 1}, ["continue_final_message=1", TRUTH]),
+        ({"continue_final_message": True}, ["continue_final_message=True contradicts add_generation_prompt=True", "False"]),
+        ({"tools": {"type": "function"}}, ["tools={'type': 'function'}", "a list of dicts"]),
+        ({"tools": ["f"]}, ["tools=['f']", "a list of dicts"]),
+        ({"chat_template_kwargs": ["a"]}, ["chat_template_kwargs=['a']", "a dict"]),
+        ({"chat_template_kwargs": {"tokenize": False}}, ["chat_template_kwargs has tokenize", "besides"]),
+        ({"chat_template_kwargs": {"tools": []}}, ["chat_template_kwargs has tools", "besides"]),
+    ],
+)
+def test_arguments_of_chat(llm: LLM, options: dict[str, Any], parts: list[str]) -> None:
+    with raises(*parts):
+        llm.chat([{"role": "user", "content": "a"}], **options)
+
+
+def test_a_request_is_aborted_by_the_text_of_its_id(llm: LLM) -> None:
+    for request_id in (0, None):
+        with raises(f"request_id={request_id}", "a str"):
+            llm.abort(request_id)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("method", "prompt"), [("generate", "a"), ("stream", "a"), ("chat", [{"role": "user", "content": "a"}])])

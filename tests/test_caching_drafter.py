@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -97,3 +98,20 @@ def test_its_bytes_count_when_the_pool_is_sized(zoo: Zoo) -> None:
     memory = 16 * (3 * 256 + 3 * 256) * 10
     assert make_engine(zoo.path("llama"), Remembering({}), kv_cache_memory=memory).kv.num_blocks == 10
     assert make_engine(zoo.path("llama"), kv_cache_memory=memory).kv.num_blocks == 20
+
+
+def test_one_engine_at_a_time_uses_it(zoo: Zoo) -> None:
+    """A second one would give it a cache of its own, and the first one's blocks would be written past its end."""
+    drafter = Remembering({})
+    first, second = make_engine(zoo.path("llama"), drafter), make_engine(zoo.path("llama"), zoo.path("llama~"))
+    for draft in (drafter, second.drafter):
+        for use in (partial(make_engine, zoo.path("llama")), make_engine(zoo.path("llama")).swap_draft):
+            with pytest.raises(ValueError, match=r"draft_model=.* is in use by another LLM.*allowed is one for each"):
+                use(draft)
+    with pytest.raises(ValueError, match="is in use by another LLM"):
+        second.swap_draft(drafter)
+    first.swap_draft(drafter)  # it has it already
+    first.swap_draft(None)
+    second.swap_draft(drafter)
+    del second
+    make_engine(zoo.path("llama"), drafter)

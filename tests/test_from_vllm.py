@@ -187,6 +187,8 @@ def lookup(**lengths: Any) -> dict[str, Any]:
         ({"speculative_config": {"model": 5}}, None, r"speculative_config\['model'\]=5 is not allowed: .*a path"),
         ({"speculative_config": {"num_spec_tokens": 2}}, None, "'num_spec_tokens' .did you mean 'num_speculative_tokens'"),
         ({"speculative_config": {}}, None, "'model' is missing"),
+        ({"speculative_config": {"method": "ngram", "model": "m"}}, None, "'model'.='m' contradicts method='ngram'.* None or"),
+        ({"speculative_config": {"method": "draft_model", "model": "ngram"}}, None, "'ngram' contradicts method='draft_model'"),
         ({"speculative_config": {"model": "m", "prompt_lookup_min": 2}}, None, "prompt_lookup_min .* are for 'ngram'"),
         ({"speculative_config": "m"}, None, "speculative_config='m' is not allowed: it must be a dict"),
     ],

@@ -11,7 +11,8 @@ import pytest
 from bounds import AgeingWatch, FairnessWatch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stepping import host_trees
+from stepping import host_trees, make_engine
+from zoo import Zoo
 
 from titan.core.metrics import EngineCounters, UserMetrics
 from titan.core.options import ScheduleOptions
@@ -348,3 +349,13 @@ def test_users_who_asked_long_ago_are_forgotten() -> None:
         server.step()
     users = server.scheduler.service.users([])
     assert list(users) == [str(i) for i in range(MAX_USERS, 2 * MAX_USERS)] and set(users.values()) == {UserMetrics(1, 1)}
+
+
+def test_one_engine_at_a_time_uses_a_policy(zoo: Zoo) -> None:
+    """Its order of the waiting would be that of the requests of both."""
+    policy = FairPolicy()
+    engine = make_engine(zoo.path("llama"), scheduling_policy=policy)
+    with pytest.raises(ValueError, match=r"scheduling_policy=.* is in use by another LLM.*allowed is one for each"):
+        make_engine(zoo.path("llama"), scheduling_policy=policy)
+    del engine
+    make_engine(zoo.path("llama"), scheduling_policy=policy)

@@ -44,7 +44,7 @@ def test_tokens_are_appended_up_to_the_end(
     request = make_request(SamplingParams(max_tokens=max_tokens, **options), max_tokens=max_tokens)
     expected: Any = (token_ids[:max_tokens], "length" if len(token_ids) >= max_tokens else None, None)
     for count, token_id in enumerate(token_ids[:max_tokens], start=1):
-        if count >= min_tokens and (token_id in stops or (token_id == EOS and not ignore_eos)):
+        if count > min_tokens and (token_id in stops or (token_id == EOS and not ignore_eos)):
             expected = (token_ids[:count], "stop", token_id if token_id in stops else None)
             break
     assert append_tokens(request, token_ids) == len(expected[0])
@@ -60,9 +60,10 @@ def test_tokens_are_appended_up_to_the_end(
     min_tokens=st.sampled_from((0, 0, 3, 8)),
 )
 @example(text="the quick fox", stops=["ick", "quick", "uick"], include=False, min_tokens=0)
+@example(text="a quick fox", stops=["uick", "qui"], include=True, min_tokens=0)
 @example(text="the the the", stops=["the"], include=False, min_tokens=2)
 def test_a_stop_string_cuts_the_text_when_its_last_token_comes(text: str, stops: list[str], include: bool, min_tokens: int) -> None:
-    """Of those that one token completes, the one that begins first; what was complete before min_tokens stays in the text."""
+    """Of those that one token completes, the one that ends first; what min_tokens tokens complete stays in the text."""
     tokenizer = make_byte_tokenizer()
     params = SamplingParams(stop=stops, include_stop_str_in_output=include, min_tokens=min_tokens, max_tokens=200)
     request = make_request(params, max_tokens=200, tokenizer=tokenizer)
@@ -72,11 +73,11 @@ def test_a_stop_string_cuts_the_text_when_its_last_token_comes(text: str, stops:
     decoded = [tokenizer.decode(token_ids[:end]) for end in range(len(token_ids) + 1)]
     texts = accumulate(decoded, lambda before, now: before if now.endswith(REPLACEMENT) else now)  # no half characters
     for num_tokens, (before, now) in enumerate(pairwise(texts), start=1):
-        places = [(place, stop) for stop in stops for place in range(len(now)) if now.startswith(stop, place)]
-        completed = [(place, stop) for place, stop in places if place + len(stop) > len(before)]
-        if completed and num_tokens >= min_tokens:
-            place, stop = min(completed)
-            expected = now[: place + len(stop) if include else place], stop, num_tokens
+        ends = [(place + len(stop), i) for i, stop in enumerate(stops) for place in range(len(now)) if now.startswith(stop, place)]
+        completed = [(end, i) for end, i in ends if end > len(before)]
+        if completed and num_tokens > min_tokens:
+            end, i = min(completed)
+            expected = now[: end if include else end - len(stops[i])], stops[i], num_tokens
             break
     assert request.detokenizer is not None
     assert (request.detokenizer.text, request.stop_reason, num_emitted) == expected
@@ -117,6 +118,7 @@ def check_metrics(output: RequestOutput) -> None:
 def test_every_position_of_a_run_can_be_its_end(zoo: Zoo, make_llm: Make, draft: str) -> None:
     """By its length, by a stop token, by a stop string: what was accepted after it is dropped."""
     llm = make_llm(draft)
+    decode = llm.get_tokenizer().decode
     endless = run(llm, greedy(40, ignore_eos=True)).outputs[0]
     tokens, text = endless.token_ids, endless.text
     assert tokens == zoo.greedy("llama+text", PROMPT, 40, ignore_eos=True)
@@ -126,6 +128,9 @@ def test_every_position_of_a_run_can_be_its_end(zoo: Zoo, make_llm: Make, draft:
         by_token = run(llm, greedy(40, ignore_eos=True, stop_token_ids=[tokens[i]])).outputs[0]
         end = 1 + tokens.index(tokens[i])
         assert (by_token.token_ids, by_token.finish_reason, by_token.stop_reason) == (tokens[:end], "stop", tokens[i])
+        with_it = greedy(40, ignore_eos=True, stop_token_ids=[tokens[i]], include_stop_str_in_output=True)
+        assert by_token.text == decode(tokens[: end - 1]) and run(llm, with_it).outputs[0].text == decode(tokens[:end])
+        assert [*llm.stream(PROMPT, with_it)][-1].outputs[0].text == decode(tokens[:end])
         stop = text[i : i + 1 + i % 5]
         place = text.index(stop)
         by_text = run(llm, greedy(40, ignore_eos=True, stop=["~never~", stop])).outputs[0]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from titan.core.checks import shown
+from titan.core.checks import check_bool, check_text, shown
 
 Message = Mapping[str, Any]
 Conversation = Sequence[Message]
@@ -19,20 +19,46 @@ OWN_OPTIONS = ("conversation", "tokenize", "return_dict", "return_tensors", "pad
 """Arguments of ``apply_chat_template`` that are no variables of a template; some would cut prompts, of other threads as well."""
 
 
+def template_options(own: Mapping[str, Any], kwargs: object) -> dict[str, Any]:
+    """Return what a template is called with.
+
+    Args:
+        own: the arguments of `titan.LLM.chat` that go to the template.
+        kwargs: its ``chat_template_kwargs``.
+
+    Raises:
+        ValueError: one of them is not allowed, or ``kwargs`` has what is an argument itself.
+    """
+    check_text("chat_template", own["chat_template"])
+    for name in ("add_generation_prompt", "continue_final_message"):
+        check_bool(name, own[name])
+    if own["continue_final_message"] and own["add_generation_prompt"]:
+        raise ValueError("continue_final_message=True contradicts add_generation_prompt=True: allowed with it is False")
+    tools = own["tools"]
+    if not isinstance(tools, list | tuple | None) or not all(isinstance(tool, Mapping) for tool in tools or ()):
+        raise ValueError(f"tools={shown(tools)} is not allowed: it must be a list of dicts, which describe functions, or None")
+    if not isinstance(kwargs, Mapping | None) or not all(isinstance(key, str) for key in kwargs or ()):
+        raise ValueError(f"chat_template_kwargs={shown(kwargs)} is not allowed: it must be a dict with names as keys, or None")
+    kwargs = kwargs or {}
+    if taken := [name for name in (*OWN_OPTIONS, *own) if name in kwargs]:
+        raise ValueError(
+            f"chat_template_kwargs has {', '.join(taken)}, which Titan or an argument of chat() sets: allowed is what the template "
+            f"takes besides"
+        )
+    return {**own, **kwargs}
+
+
 def render_chat(tokenizer: Any, messages: object, /, **options: Any) -> list[int]:
     """Return the prompt of a conversation.
 
     Args:
         tokenizer: a transformers tokenizer with a chat template.
         messages: of the conversation.
-        options: of the tokenizer's ``apply_chat_template``: ``tools``, ``add_generation_prompt`` and so on, and what the template
-            itself takes.
+        options: of the tokenizer's ``apply_chat_template``, from `template_options`.
 
     Raises:
         ValueError: a message cannot be used, or the template refuses the conversation.
     """
-    if own := [name for name in OWN_OPTIONS if name in options]:
-        raise ValueError(f"chat_template_kwargs has {', '.join(own)}, which Titan sets itself: allowed is what the template takes")
     if not isinstance(messages, list | tuple) or not messages:
         raise ValueError(f"messages has {shown(messages)}, which is not a conversation: it must be a non-empty list of messages")
     read = [_read_message(i, message) for i, message in enumerate(messages)]

@@ -219,7 +219,9 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 def _generate(args: argparse.Namespace) -> int:
     """Continue a prompt and stream the text; then print the speed, the mean acceptance length and the acceptance per depth."""
-    draft_model = args.draft_model or ("demo" if args.model == "demo" else "none")
+    draft_model = args.draft_model
+    if draft_model is None:
+        draft_model = "demo" if args.model == "demo" else "none"
     if draft_model == "none" or args.max_draft_tokens == 0 or args.speculation == "off":
         for option, lacks in {"show_tree": "trees to show", "compare": "speculation to compare"}.items():
             if getattr(args, option):

@@ -26,6 +26,7 @@ from titan.core.metrics import EngineCounters, EngineMetrics, Percentiles, TierM
 from titan.core.options import EngineConfig, ModelOptions
 from titan.core.out_of_memory import is_out_of_memory
 from titan.core.request import Request
+from titan.core.sole_use import check_unused, use
 from titan.core.step import Acceptance, StepPlan
 from titan.core.step_log import StepLog
 from titan.core.step_times import Stopwatch
@@ -97,6 +98,7 @@ class Engine:
         config = self.config
         block_size, max_batch_size = config.memory.block_size, config.schedule.max_batch_size
         self.backend.check_limits(block_size=block_size, max_batch_size=max_batch_size)
+        check_unused(self, "scheduling_policy", config.schedule.scheduling_policy)
         is_drafting = config.speculation.speculation != "off" and config.speculation.max_draft_tokens > 0
         self.model_config = model.config
         self.dtype = (
@@ -108,7 +110,7 @@ class Engine:
         max_blocks = -(-self.max_model_len // block_size)
         num_drafts = config.speculation.max_draft_tokens if is_drafting else 0
         self._pass_limits = PassLimits(max_batch_size, 1 + num_drafts, max_blocks, config.schedule.max_num_batched_tokens)
-        make_drafter = open_drafter(draft if is_drafting else None, config.model, self._draft_context())  # may refuse the draft
+        make_drafter = self._open_drafter(draft if is_drafting else None)  # may refuse the draft
         target = load_model(model, dtype=self.dtype, backend=self.backend) if isinstance(model, Checkpoint) else model
         self._target = target
         drafter = make_drafter()
@@ -143,6 +145,7 @@ class Engine:
         self._pace = self._make_pace()
         prefill_limit = None if self._pace is None else self._pace.prefill_limit
         self.scheduler = Scheduler(config.schedule, self.kv, self.counters, prefill_limit=prefill_limit, swap_rule=self._swap_rule)
+        use(self, "scheduling_policy", self.scheduler.policy)
 
     @property
     def limits(self) -> Limits:
@@ -285,7 +288,7 @@ class Engine:
             raise ValueError("swap_draft() contradicts max_draft_tokens=0: allowed with at least 1")
         block_bytes_before = self.kv.bytes_per_block
         with self.backend.active():
-            drafter = open_drafter(draft, self.config.model, self._draft_context())()
+            drafter = self._open_drafter(draft)()
             num_swapped = self._check_room(drafter)
             try:
                 self._use_drafter(drafter)
@@ -416,11 +419,17 @@ class Engine:
             speculation=None if self.adaptive is None else self.adaptive.metrics(mean_draft_tokens),
         )
 
+    def _open_drafter(self, draft: DraftSpec) -> Callable[[], Drafter]:
+        if isinstance(draft, CachingDrafter):
+            check_unused(self, "draft_model", draft)
+        return open_drafter(draft, self.config.model, self._draft_context())
+
     def _use_drafter(self, drafter: Drafter) -> None:
         """Propose with a drafter from now on; whatever raises, the current one stays."""
         kv: KVTensor | None = None
         lookahead: Lookahead = _only_the_drafts
         if isinstance(drafter, CachingDrafter) and drafter.kv is not None:
+            check_unused(self, "draft_model", drafter)  # it may come from a factory
             kv = KVTensor(drafter.kv, self.kv.num_blocks, self.kv.block_size, self.backend.device)
             drafter.attach(kv)
             lookahead = _lookahead_of(drafter)
@@ -431,6 +440,7 @@ class Engine:
         else:
             self.kv.attach("draft", kv)
         self.drafter, self._lookahead = drafter, lookahead
+        use(self, "draft_model", drafter)
         self._max_draft_tokens, self.adaptive = max_draft_tokens, adaptive
 
     def _make_adaptive(self, drafter: Drafter, max_draft_tokens: int) -> AdaptiveSpeculation | None:

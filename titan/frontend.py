@@ -228,7 +228,7 @@ class FrontEnd:
         detokenizer = request.detokenizer
         if detokenizer is None and self.tokenizer is not None and request.params.detokenize:
             detokenizer = self._make_detokenizer(request.prompt_token_ids, request.params)
-            detokenizer.finish(token_ids)
+            detokenizer.finish(request.text_token_ids)
         logprobs, cumulative_logprob = request.logprobs, None
         if logprobs is not None:
             self._decode_logprobs(logprobs, request.params)

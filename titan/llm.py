@@ -7,7 +7,7 @@ from copy import deepcopy
 from os import PathLike, fspath
 from typing import Any, Unpack
 
-from titan.chat import Conversation, as_conversations, render_chat
+from titan.chat import Conversation, as_conversations, render_chat, template_options
 from titan.core.checks import check_bool, check_path, shown
 from titan.core.metrics import EngineMetrics
 from titan.core.outputs import RequestOutput
@@ -143,26 +143,17 @@ class LLM:
             terms: as in `generate`.
 
         Raises:
-            ValueError: there is no chat template, or as in `generate`.
+            ValueError: there is no chat template, an argument is not allowed, or as in `generate`.
         """
-        tokenizer = self.frontend.tokenizer
-        if tokenizer is None or not (chat_template or tokenizer.chat_template):
-            raise ValueError("chat() needs a tokenizer with a chat template, and the model has none: use generate()")
-        if continue_final_message and add_generation_prompt:
-            raise ValueError("continue_final_message=True contradicts add_generation_prompt=True: allowed with it is False")
-        if not isinstance(chat_template_kwargs, Mapping | None) or not all(
-            isinstance(key, str) for key in chat_template_kwargs or ()
-        ):
-            raise ValueError(
-                f"chat_template_kwargs={shown(chat_template_kwargs)} is not allowed: it must be a dict with names as keys, or None"
-            )
-        options: dict[str, Any] = {
+        own: dict[str, Any] = {
             "chat_template": chat_template,
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
             "tools": tools,
         }
-        options |= chat_template_kwargs or {}
+        options, tokenizer = template_options(own, chat_template_kwargs), self.frontend.tokenizer
+        if tokenizer is None or not (chat_template or tokenizer.chat_template):
+            raise ValueError("chat() needs a tokenizer with a chat template, and the model has none: use generate()")
         prompts: list[Prompt | ValueError] = []
         for conversation in as_conversations(messages):
             try:
@@ -196,7 +187,12 @@ class LLM:
 
         Returns:
             Whether such a request was unfinished.
+
+        Raises:
+            ValueError: the id is no text.
         """
+        if not isinstance(request_id, str):
+            raise ValueError(f"request_id={shown(request_id)} is not allowed: it must be a str, that of a RequestOutput")
         return self.frontend.loop.abort(request_id)
 
     def reset_prefix_cache(self) -> bool:

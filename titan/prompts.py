@@ -11,6 +11,8 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text; token ids, also as an array or a tensor; or ``{"prompt": text}``, ``{"prompt_token_ids": ids}`` or both."""
 
 KEYS = ("prompt", "prompt_token_ids")
+BYTES = bytes | bytearray | memoryview
+"""Sequences of integers that are no token ids."""
 FORMS = "a str or a list of int, alone or in a dict as 'prompt' or 'prompt_token_ids'"
 
 
@@ -48,7 +50,7 @@ def as_prompts(prompts: Any) -> list[Any]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
     listed = as_list(prompts)
-    if not isinstance(listed, Sequence) or isinstance(listed, bytes):
+    if not isinstance(listed, Sequence) or isinstance(listed, BYTES):
         raise ValueError(f"prompts={shown(prompts)} is not allowed: give {FORMS}, or a list of these")
     return [listed] if len(listed) and all(map(is_integer, listed)) else list(listed)
 
@@ -64,7 +66,7 @@ def shown_prompt(prompt: Any) -> ReadPrompt:
 
 def _read_token_ids(prompt: object) -> list[int]:
     listed = as_list(prompt)
-    if not isinstance(listed, Sequence) or isinstance(listed, str | bytes):
+    if not isinstance(listed, Sequence) or isinstance(listed, str | BYTES):
         raise ValueError(f"prompt={shown(prompt)} is not allowed: a prompt is {FORMS}")
     for token_id in listed:
         if not is_integer(token_id):

@@ -56,13 +56,17 @@ def _speculation(name: str, config: Any) -> dict[str, Any]:
         raise ValueError(f"{name}: {unknown_names(sorted(map(str, unknown)), SPECULATION_KEYS)}")
     model, method = check_path(f"{name}['model']", config.get("model")), config.get("method")
     if method is None:
-        method = "ngram" if model in ("ngram", "[ngram]") else "draft_model"
+        method = "ngram" if model in PROMPT_LOOKUP else "draft_model"
     options: dict[str, Any] = {}
     if (num_tokens := config.get("num_speculative_tokens")) is not None:
         options["max_draft_tokens"] = check_integer(f"{name}['num_speculative_tokens']", num_tokens, 0, MAX_NODES)
     given = [key for key in ("prompt_lookup_min", "prompt_lookup_max") if config.get(key) is not None]
+    check_choice(f"{name}['method']", method, ("draft_model", "ngram"))
+    if model is not None and (model in PROMPT_LOOKUP) != (method == "ngram"):
+        allowed = "None or 'ngram', as there is no model" if method == "ngram" else "a folder or hub id"
+        raise ValueError(f"{name}['model']={model!r} contradicts method={method!r}: allowed with it is {allowed}")
     lengths = [check_integer(f"{name}[{key!r}]", config[key], 1) for key in given]
-    match check_choice(f"{name}['method']", method, ("draft_model", "ngram")):
+    match method:
         case "ngram" if lengths:  # vLLM takes one of them for both
             if lengths[0] > lengths[-1]:
                 raise ValueError(
@@ -78,6 +82,8 @@ def _speculation(name: str, config: Any) -> dict[str, Any]:
     return options | {"draft_model": model}
 
 
+PROMPT_LOOKUP = ("ngram", "[ngram]")
+"""Names that vLLM gives the model of prompt lookup."""
 SPECULATION_KEYS = ("model", "method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
 
 TRANSLATIONS: Mapping[str, Translation] = {

@@ -139,8 +139,8 @@ def test_trusted_code_runs_to_greedy_parity_and_drafts(tmp_path: Path, monkeypat
         assert output.outputs[0].token_ids == written[0, len(prompt) :].tolist()
     assert llm.metrics().model_impl == "transformers" and llm.metrics().acceptance_rate == 1
     assert len({token for output in outputs for token in output.outputs[0].token_ids}) > 8
-    bench = parse_arguments(["--model", str(folder), "--revision", "main", "--trust-remote-code"])
-    assert bench.model == str(folder)  # of a hub id: that of the revision
+    bench = parse_arguments(["--model", str(folder), "--trust-remote-code"])
+    assert bench.model == str(folder)
     assert len(next(prompt_stream(bench.model, "auto", Lengths(4, 4), 0, **model_options(bench)))) == 4
     edit = load_file(folder / "model.safetensors")
     save_file({name: weight for name, weight in edit.items() if "bias" not in name}, folder / "model.safetensors", {"format": "pt"})

@@ -99,7 +99,7 @@ class ModelOptions:
             device=device,
             seed=randbits(63) if self.seed is None else check_integer("seed", self.seed, 0, 2**63 - 1),
             num_threads=_check_optional("num_threads", self.num_threads, MAX_THREADS),
-            max_model_len=_check_optional("max_model_len", self.max_model_len),
+            max_model_len=None if self.max_model_len is None else check_integer("max_model_len", self.max_model_len, 2),
             warm_up=check_bool("warm_up", self.warm_up),
             revision=check_text("revision", self.revision),
             download_dir=check_path("download_dir", self.download_dir),

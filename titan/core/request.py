@@ -109,6 +109,12 @@ class Request:
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
+    def text_token_ids(self) -> list[int]:
+        """Output tokens that are in the text: all but the stop token that ended it, unless ``include_stop_str_in_output``."""
+        is_cut = self.finish_reason is FinishReason.STOP and self.token_ids[-1] in self.stop_token_ids
+        return self.output_token_ids[: -1 if is_cut and not self.params.include_stop_str_in_output else None]
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - len(self.prompt_token_ids)
 

@@ -19,6 +19,8 @@ MAX_LOGPROBS = 20
 MAX_DIGITS = 20
 """Most digits of a token id in text: Python itself refuses to read more than some thousands."""
 
+MAX_COMPLETIONS = 16384
+"""Maximum completions of a prompt, as in vLLM: each is a request of its own from the start."""
 OPTIONAL_INTEGERS: tuple[tuple[str, int, int | None], ...] = (
     ("logprobs", -1, MAX_LOGPROBS),
     ("prompt_logprobs", -1, MAX_LOGPROBS),
@@ -62,15 +64,16 @@ class SamplingParams:
         seed: random streams are keyed by (seed, position), so a seed fixes the output, up to rounding, in any batch and whatever is
             drafted, unless drafts are sampled (``draft_sampling="sampled"``): tokens then depend on what is drafted, and how much.
             ``None`` = derived from the engine's seed and the request's number; drafts may then be sampled with "auto" as well.
-        stop: string(s) that end the text; not part of the output unless ``include_stop_str_in_output``.
-        stop_token_ids: tokens that end the output, as the model's end-of-sequence tokens do.
-        min_tokens: stop tokens, end of sequence and stop strings are suppressed before this many tokens.
+        stop: string(s) that end the text, which is cut before the one that is complete first.
+        stop_token_ids: tokens that end the output, as the model's end-of-sequence tokens do; the last of ``token_ids``.
+        include_stop_str_in_output: leave the stop string, or what a stop token says, in the text.
+        min_tokens: number of tokens none of which ends the output, as a stop token or as the last of a stop string.
         max_tokens: maximum tokens to generate; ``None`` = as many as ``max_model_len`` and the KV cache allow.
         ignore_eos: continue after an end-of-sequence token.
         detokenize: convert the output to text; without it, the text is empty, and ``stop`` is not allowed.
         skip_special_tokens: leave special tokens out of the text.
         use_speculative: draft for this request (when the engine has a drafter).
-        max_draft_tokens: maximum draft tokens per step for this request; ``None`` = the engine's; 0 = none.
+        max_draft_tokens: maximum draft tokens per step for this request, if the engine's are more; ``None`` = as many; 0 = none.
 
     Raises:
         TypeError: there is no option of a name.
@@ -114,7 +117,7 @@ class SamplingParams:
         temperature = check_number("temperature", self.temperature, low=0.0)
         store(
             self,
-            n=check_integer("n", self.n, 1),
+            n=check_integer("n", self.n, 1, MAX_COMPLETIONS),
             temperature=temperature if as_float32(temperature) else 0.0,  # as the engine uses it
             top_p=check_number("top_p", self.top_p, low=0.0, high=1.0, open_low=True),
             top_k=check_integer("top_k", self.top_k, -1, 2**63 - 1),

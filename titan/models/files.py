@@ -22,11 +22,11 @@ class ModelFiles:
 
     Args:
         name: a folder or a hub id.
-        revision: branch, tag or commit on the hub; ``None`` = its main branch. A folder has none, and it is ignored.
+        revision: branch, tag or commit on the hub; ``None`` = its main branch, or a folder, which has no other.
         download_dir: folder for downloads; ``None`` = the hub library's cache.
 
     Raises:
-        ValueError: the name is that of a file, or can be neither a folder nor a hub id.
+        ValueError: the name is that of a file, or can be neither a folder nor a hub id; or it is a folder, and has a revision.
     """
 
     def __init__(self, name: str, revision: str | None = None, download_dir: str | None = None) -> None:
@@ -36,6 +36,8 @@ class ModelFiles:
         self._downloaded: Path | None = None
         path = os.path.expanduser(name)  # noqa: PTH111 - Path("") is a folder
         self._folder = Path(path) if os.path.isdir(path) else None  # noqa: PTH112 - any text may be asked about
+        if self._folder is not None and revision is not None:
+            raise ValueError(f"revision={revision!r} contradicts model {name!r}, which is a folder: allowed with it is None")
         if os.path.isfile(path):  # noqa: PTH113
             if path.endswith(".gguf"):
                 raise ValueError(f"model {name!r} is a GGUF file, which is not supported: {WHAT_IS_READ}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from titan.core.request import FinishReason, Request
+from titan.core.request import Detokenizer, FinishReason, Request
 
 
 def append_tokens(request: Request, token_ids: Sequence[int]) -> int:
@@ -19,39 +19,44 @@ def append_tokens(request: Request, token_ids: Sequence[int]) -> int:
     if request.detokenizer is None and request.stop_token_ids.isdisjoint(token_ids) and len(token_ids) < num_left:
         request.token_ids += token_ids  # none of them can end it
         return len(token_ids)
-    num_until_stop = request.params.min_tokens - request.num_output_tokens
+    num_before_stop = request.params.min_tokens - request.num_output_tokens
     for count, token_id in enumerate(token_ids, start=1):
         request.token_ids.append(token_id)
-        num_old_characters = 0
-        if request.detokenizer is not None:
+        may_stop = count > num_before_stop
+        if may_stop and token_id in request.stop_token_ids:
+            _stop_at_token(request, token_id)
+        elif request.detokenizer is not None:
             num_old_characters = len(request.detokenizer.text)
             request.detokenizer.append(token_id)
-        if count >= num_until_stop and _is_stopped(request, token_id, num_old_characters):
-            request.finish_reason = FinishReason.STOP
-            return count
-        if count == num_left:
+            if may_stop:
+                _stop_at_string(request, request.detokenizer, num_old_characters)
+        if count == num_left and not request.is_finished:
             request.finish_reason = FinishReason.LENGTH
+        if request.is_finished:
             return count
     return len(token_ids)
 
 
-def _is_stopped(request: Request, token_id: int, num_old_characters: int) -> bool:
-    """Check whether the token just appended stops the request, and truncate the text at a stop string that it completes.
+def _stop_at_token(request: Request, token_id: int) -> None:
+    """End a request at a stop token, whose own text is like that of a stop string."""
+    params = request.params
+    request.finish_reason = FinishReason.STOP
+    request.stop_reason = token_id if token_id in (params.stop_token_ids or ()) else None
+    if request.detokenizer is not None and params.include_stop_str_in_output:
+        request.detokenizer.append(token_id)
+
+
+def _stop_at_string(request: Request, detokenizer: Detokenizer, num_old_characters: int) -> None:
+    """End a request, and its text, at a stop string that the token just appended completes: of several the one that ends first.
 
     A stop string that was complete before, which only ``min_tokens`` can have let pass, stays in the text.
     """
-    params = request.params
-    if token_id in request.stop_token_ids:
-        request.stop_reason = token_id if token_id in (params.stop_token_ids or ()) else None
-        return True
-    if request.detokenizer is None or not params.stop_strings:
-        return False
-    text = request.detokenizer.text
-    places = [(text.find(stop, max(0, num_old_characters - len(stop) + 1)), stop) for stop in params.stop_strings]
-    found = [(place, stop) for place, stop in places if place >= 0]
+    text, stops = detokenizer.text, request.params.stop_strings
+    ends = [text.find(stop, max(0, num_old_characters - len(stop) + 1)) + len(stop) for stop in stops]
+    found = [(end, i) for i, end in enumerate(ends) if end >= len(stops[i])]
     if not found:
-        return False
-    place, stop = min(found)
-    request.detokenizer.text = text[: place + len(stop) if params.include_stop_str_in_output else place]
-    request.stop_reason = stop
-    return True
+        return
+    end, i = min(found)
+    stop = stops[i]
+    detokenizer.text = text[: end if request.params.include_stop_str_in_output else end - len(stop)]
+    request.finish_reason, request.stop_reason = FinishReason.STOP, stop
