@@ -22,7 +22,7 @@ class EchoDrafter(NoDrafter):
         ]
 
 
-llm = LLM("demo", draft_model=EchoDrafter())
+llm = LLM("demo", draft_model=EchoDrafter(), speculation="fixed")
 output = llm.generate("def quicksort(", SamplingParams(temperature=0, max_tokens=64), use_tqdm=False)[0]
 print(output.outputs[0].text)
 print(f"accepted per depth: {output.metrics.accepted_per_depth} of {output.metrics.proposed_per_depth}")

@@ -9,7 +9,7 @@ from titan import LLM, SamplingParams
 
 PROMPTS = ["def read_lines(path", "class Stack:\n    def __init__(self", "for name in sorted("]
 
-llm = LLM("demo", max_draft_tokens=4, enable_prefix_caching=False)
+llm = LLM("demo", speculation="fixed", max_draft_tokens=4, enable_prefix_caching=False)
 params = SamplingParams(temperature=0, max_tokens=128)
 for draft in (None, "ngram", "demo"):
     llm.swap_draft(draft)
