@@ -30,13 +30,14 @@ from titan.bench.runs import Run
 from titan.bench.samples import Sample
 from titan.bench.turns import Turns, in_rounds
 from titan.bench.workloads import Lengths, Workload, take_workload
+from titan.core.dtypes import RUN_DTYPES
 from titan.core.options import EngineConfig
 from titan.draft.base import Drafter
 from titan.draft.draft_model import DraftModelDrafter
 from titan.engine import Engine
 from titan.kernels.backend import choose_backend, choose_device
 from titan.models.files import ModelFiles
-from titan.models.loader import DTYPES, load_model, load_tokenizer, open_model, resolve_model
+from titan.models.loader import load_model, load_tokenizer, open_model, resolve_model
 
 NUM_WARM_UP_TOKENS = 16
 """Tokens that each request of a warm-up run generates."""
@@ -155,7 +156,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--quick", action="store_true", help="a first look: 1 and 8 at once, two fixed numbers, outputs of 48 tokens, 3 rounds")
     add_target(parser)
     add_draft(parser)
-    add("--dtype", choices=list(DTYPES), default="bfloat16")
+    add("--dtype", choices=list(RUN_DTYPES), default="bfloat16")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:N (default: %(default)s)")
     add("--concurrency", nargs="+", type=positive, default=[1, 8, 32], help="requests at once (default: 1 8 32)")
     add("--fixed", nargs="+", type=positive, default=[1, 2, 4, 6], help="fixed numbers of draft tokens (default: 1 2 4 6)")

@@ -18,8 +18,8 @@ from titan.bench.runs import Run, share_equal
 from titan.bench.samples import NO_DRAFT, Label, Sample
 from titan.bench.turns import Turns, error_line, in_rounds
 from titan.bench.workloads import Lengths, Workload, take_workload
+from titan.core.dtypes import RUN_DTYPES
 from titan.draft.base import Drafter
-from titan.models.loader import DTYPES
 
 QUICK = {"output_len": 48, "repeats": 1}
 
@@ -124,7 +124,7 @@ def draft_parser(name: str, description: str | None) -> argparse.ArgumentParser:
     parser = bench_parser(name, description)
     parser.add_argument("--quick", action="store_true", help="a first look: {output_len} tokens, {repeats} round".format(**QUICK))
     add_target(parser)
-    parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
+    parser.add_argument("--dtype", choices=list(RUN_DTYPES), default="bfloat16")
     parser.add_argument("--temperature", nargs="+", type=float, default=[0.0], help="of the requests (default: %(default)s)")
     parser.add_argument("--concurrency", type=positive, default=1, help="requests at once (default: %(default)s)")
     parser.add_argument("--waves", type=positive, default=1, help="requests per slot (default: %(default)s)")

@@ -34,7 +34,7 @@ from titan.bench.runs import Run, latency_figures
 from titan.bench.samples import NO_DRAFT, Sample
 from titan.bench.turns import Turns, in_rounds
 from titan.bench.workloads import Lengths, Workload, take_workload
-from titan.models.loader import DTYPES
+from titan.core.dtypes import RUN_DTYPES
 
 CAPACITY_SHARES = (0.3, 0.6, 0.8, 1.0, 1.3, 2.0)
 """Rates of a sweep that names none, over what the engine finishes per second without a draft if all requests come at once."""
@@ -165,7 +165,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--quick", action="store_true", help="a first look: two rates, 32 requests, one round")
     add_target(parser)
     add_draft(parser)
-    add("--dtype", choices=list(DTYPES), default="bfloat16")
+    add("--dtype", choices=list(RUN_DTYPES), default="bfloat16")
     add("--max-draft-tokens", type=positive, default=4, help="per request and step (default: %(default)s)")
     add("--max-batch-size", type=positive, default=32, help="most requests that run at once (default: %(default)s)")
     add("--arrivals", default="poisson", help="poisson, bursty, bursty:VARIATION or a trace's file (default: poisson)")

@@ -45,11 +45,12 @@ from titan.bench.runs import Run
 from titan.bench.samples import Sample, make_rows, with_ratio
 from titan.bench.turns import Turns, in_rounds
 from titan.bench.workloads import Lengths, Workload
+from titan.core.dtypes import RUN_DTYPES
 from titan.core.options import EngineConfig
 from titan.engine import Engine
 from titan.kernels.backend import choose_backend, choose_device
 from titan.models.files import ModelFiles
-from titan.models.loader import DTYPES, load_model, load_tokenizer, open_model, resolve_model
+from titan.models.loader import load_model, load_tokenizer, open_model, resolve_model
 
 NAMES = ("long-prompts", "priority", "fair", "prefix", "int8", "int8-memory", "load")
 NUM_WARM_UP = 4
@@ -213,7 +214,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--quick", action="store_true", help="a first look: 22 short requests, 5 s, one round")
     add_target(parser)
     add_draft(parser)
-    add("--dtype", choices=list(DTYPES), default="bfloat16")
+    add("--dtype", choices=list(RUN_DTYPES), default="bfloat16")
     add("--scenario", nargs="+", choices=NAMES, default=list(NAMES), help="default: all")
     add("--num-requests", type=positive, default=105, help="of a run (default: %(default)s)")
     add("--seconds", type=above_zero, default=60.0, help="of a run of priority (default: %(default)s)")

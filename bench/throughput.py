@@ -32,9 +32,10 @@ from titan.bench.step_times import model_of
 from titan.bench.throughput_report import throughput_report
 from titan.bench.turns import Turns
 from titan.bench.workloads import Lengths, Workload, take_workload
+from titan.core.dtypes import RUN_DTYPES
 from titan.kernels.backend import choose_device
 from titan.models.decoder import Decoder
-from titan.models.loader import DTYPES, resolve_model
+from titan.models.loader import resolve_model
 
 NUM_WARM_UP_TOKENS = 16
 """Tokens that each request of a warm-up run generates."""
@@ -167,7 +168,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--quick", action="store_true", help="a first look: float32, 1 and 8 at once, outputs of 16-64 tokens")
     add_target(parser)
     add_draft(parser)
-    add("--dtype", nargs="+", choices=list(DTYPES), default=["float32", "bfloat16"], help="default: float32 bfloat16")
+    add("--dtype", nargs="+", choices=list(RUN_DTYPES), default=["float32", "bfloat16"], help="default: float32 bfloat16")
     add("--device", default="auto", help="of Titan: auto, cpu, cuda, cuda:N (default: %(default)s)")
     add("--concurrency", nargs="+", type=positive, help="requests at once (default: 1 8 32; --profile: 32)")
     add("--prompts", default="auto", help="where they come from: auto, synthetic, code, ..., or a file (default: %(default)s)")

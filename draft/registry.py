@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from titan.core.checks import check_integer
+from titan.core.dtypes import dtype_name
 from titan.core.options import ModelOptions
 from titan.draft.base import CachingDrafter, DraftContext, Drafter, NoDrafter
 from titan.draft.draft_model import DraftModelDrafter
@@ -106,7 +107,7 @@ def _check_weight_bits(weight_bits: int, config: ModelConfig, context: DraftCont
     if not backend.has_short_weights:
         raise ValueError(f"draft_weight_bits={weight_bits} is not supported by these kernels ({backend.name}): {allowed}")
     if not backend.layer_ops(dtype := resolve_dtype(context.dtype, config.dtype, backend), config.traits).packs:
-        raise ValueError(f"draft_weight_bits={weight_bits} is not supported in {str(dtype).removeprefix('torch.')}: {allowed}")
+        raise ValueError(f"draft_weight_bits={weight_bits} is not supported in {dtype_name(dtype)}: {allowed}")
 
 
 def _check_deterministic(name: str, context: DraftContext) -> None:

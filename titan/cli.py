@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from titan import __version__
+from titan.core.dtypes import RUN_DTYPES, dtype_name
 from titan.core.options import DRAFT_SAMPLINGS, DTYPES, MODEL_IMPLS, SPECULATION_TARGETS, SPECULATIONS, ModelOptions
 from titan.core.outputs import RequestMetrics, RequestOutput
 from titan.core.sampling_params import SamplingParams
@@ -25,7 +26,6 @@ from titan.kernels.backend import choose_backend, choose_device
 from titan.kernels.interfaces import Backend
 from titan.llm import LLM
 from titan.model_info import model_facts
-from titan.models.loader import DTYPES as TORCH_DTYPES
 from titan.tree_view import LEGEND, VerifiedTree, render_tree, token_text, verified_trees
 
 BENCHES = {
@@ -279,7 +279,7 @@ def _comparison(difference: Difference | None, llm: LLM, params: SamplingParams)
     where = f"different text from token {difference.place + 1} on"
     if params.temperature > 0 and llm.engine.config.speculation.draft_sampling == "sampled":
         return f"{where}, because sampled drafts keep the distribution of the tokens, not the tokens of a seed"
-    dtype = str(llm.engine.dtype).removeprefix("torch.")
+    dtype = dtype_name(llm.engine.dtype)
     why = f"passes over other rows round differently in {dtype}"
     if params.is_greedy:
         why += f", and the two largest logits are {difference.top2_gap:.2g} apart there"
@@ -395,7 +395,7 @@ def _info(args: argparse.Namespace) -> int:
         "python": platform.python_version(),
         **{name: _version(name) for name in ("torch", "transformers", "triton", "accelerate", "safetensors", "tokenizers")},
         **backend.facts(),
-        **{f"layers, {name}": _layer_kernels(backend, dtype) for name, dtype in TORCH_DTYPES.items()},
+        **{f"layers, {name}": _layer_kernels(backend, dtype) for name, dtype in RUN_DTYPES.items()},
     }
     _print_facts(facts, args.json)
     return 0

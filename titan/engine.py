@@ -482,7 +482,7 @@ class Engine:
             draft_sampling=config.speculation.draft_sampling,
             is_adaptive=config.speculation.speculation == "adaptive",
             max_num_batched_tokens=config.schedule.max_num_batched_tokens,
-            dtype=str(config.model.draft_dtype or self.dtype).removeprefix("torch."),
+            dtype=config.model.draft_dtype or self.dtype,
             kv_cache_dtype=config.memory.draft_kv_cache_dtype,
             backend=backend,
             prepare=prepare,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from titan.core.dtypes import dtype_name
 from titan.core.options import ModelOptions
 from titan.kernels.interfaces import Backend
 from titan.models.config import ModelConfig
@@ -56,10 +57,10 @@ def model_facts(name: str, options: ModelOptions, backend: Backend) -> tuple[boo
     num_weights = sum(each.numel() for each in modules.parameters())
     impl = how_it_runs(config)
     facts = {
-        "model": f"{name}, {config.architecture}, {num_weights:,} weights in {_name(config.dtype)}",
-        "runs": f"yes, {'natively' if impl == 'native' else impl} in {_name(run_dtype)}: {how}",
+        "model": f"{name}, {config.architecture}, {num_weights:,} weights in {dtype_name(config.dtype)}",
+        "runs": f"yes, {'natively' if impl == 'native' else impl} in {dtype_name(run_dtype)}: {how}",
         "layers": LAYERS[impl],
-        "weights": f"{_size(num_weights * run_dtype.itemsize)} in {_name(run_dtype)}",
+        "weights": f"{_size(num_weights * run_dtype.itemsize)} in {dtype_name(run_dtype)}",
     }
     if impl != "native":
         facts["layers"] += f", because {why_not_native(files) or f'model_impl={options.model_impl!r}'}"
@@ -82,15 +83,11 @@ def _kernels(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> str:
 def _missing(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> Iterator[str]:
     """Yield what keeps a model from the back end's fast path."""
     if backend.layer_ops(dtype, frozenset()).name != backend.name:
-        yield _name(dtype)
+        yield dtype_name(dtype)
         return
     for trait in sorted(config.traits):
         if backend.layer_ops(dtype, frozenset({trait})).name != backend.name:
             yield trait
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _size(num_bytes: int) -> str:

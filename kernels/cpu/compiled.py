@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
+from titan.core.dtypes import dtype_name
 from titan.kernels.cpu.library import LoadedLibrary
 from titan.kernels.cpu.threads import available_cores
 
@@ -53,7 +54,7 @@ class CompiledKernels:
 
     def plain_function(self, name: str, dtype: torch.dtype | None, *arguments: Any) -> Any:
         """Return, likewise, a function that does not take the threads as its first argument."""
-        function = getattr(self._library, name if dtype is None else f"{name}_{str(dtype).removeprefix('torch.')}")
+        function = getattr(self._library, name if dtype is None else f"{name}_{dtype_name(dtype)}")
         function.argtypes, function.restype = arguments, None
         return function
 

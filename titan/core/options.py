@@ -26,11 +26,12 @@ from titan.core.checks import (
     store,
     unknown_names,
 )
+from titan.core.dtypes import RUN_DTYPES
 from titan.core.limits import MAX_NODES
 from titan.core.policy import SchedulingPolicy
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-DTYPE_ALIASES = {"half": "float16", "float": "float32"} | {f"torch.{name}": name for name in DTYPES[1:]}
+DTYPES = ("auto", *RUN_DTYPES)
+DTYPE_ALIASES = {"half": "float16", "float": "float32"} | {f"torch.{name}": name for name in RUN_DTYPES}
 """Other names of dtypes, among them those that torch's own print."""
 GENERATION_CONFIGS = ("auto", "vllm")
 MODEL_IMPLS = ("auto", "native", "transformers")

@@ -12,6 +12,7 @@ import torch
 from titan.core.arrays import Ints
 from titan.core.attention import AttentionSpec, LayerSpec, Window, kv_groups
 from titan.core.checks import check_choice, check_integer, shown
+from titan.core.dtypes import RUN_DTYPES
 from titan.core.kv_tensor import KVLayout
 from titan.models.registry import ARCHITECTURES, WHOLE_ROPE, activation_trait
 from titan.models.rope import NO_ROPE, Rope, read_rope
@@ -23,7 +24,6 @@ SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", 
 OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "sliding_window")
 MAX_SIZE = 2**24
 """Above all sizes that models have, and low enough that nothing made of one size alone exceeds memory."""
-CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")
 TEXT_CONFIG = "text_config"
 """Entry of a composite model's config: its language model's."""
 
@@ -163,7 +163,7 @@ def check_entries(content: Mapping[str, Any]) -> None:
     for each in (content, inner) if isinstance(inner, dict) else (content,):
         for name in ("dtype", "torch_dtype"):
             if each.get(name) is not None:
-                check_choice(name, each[name], CHECKPOINT_DTYPES)
+                check_choice(name, each[name], tuple(RUN_DTYPES))
         if not isinstance(found := each.get("quantization_config"), dict | None):
             raise ValueError(f"quantization_config={shown(found)} is not allowed: it must be an object with quant_method, or null")
 

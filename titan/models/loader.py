@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from titan.core.checks import shown
+from titan.core.dtypes import RUN_DTYPES
 from titan.kernels.interfaces import Backend, Model
 from titan.models.config import DecoderConfig, ModelConfig, as_token_ids, check_entries, check_sizes
 from titan.models.decoder import Decoder
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 DEMO = "demo"
 """Name of the models that ship with the package."""
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SAMPLING_DEFAULTS = {name: name for name in ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")}
 SAMPLING_DEFAULTS |= {"max_new_tokens": "max_tokens"}
 """Names in a generation config, and in `SamplingParams`."""
@@ -67,11 +67,11 @@ def resolve_dtype(dtype: str | torch.dtype, checkpoint: torch.dtype, backend: Ba
     """
     if dtype == "auto":
         return checkpoint if backend.supports(checkpoint) else torch.float32
-    if isinstance(dtype, str) and dtype in DTYPES:
-        return DTYPES[dtype]
-    if isinstance(dtype, torch.dtype) and dtype in DTYPES.values():
+    if isinstance(dtype, str) and dtype in RUN_DTYPES:
+        return RUN_DTYPES[dtype]
+    if isinstance(dtype, torch.dtype) and dtype in RUN_DTYPES.values():
         return dtype
-    raise ValueError(f"dtype={dtype!r} is not allowed: it must be one of auto, {', '.join(DTYPES)}")
+    raise ValueError(f"dtype={dtype!r} is not allowed: it must be one of auto, {', '.join(RUN_DTYPES)}")
 
 
 @dataclass(frozen=True, slots=True)

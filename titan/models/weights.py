@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from titan.core.checks import shown
+from titan.core.dtypes import dtype_name
 from titan.models.config import DecoderConfig
 from titan.models.decoder import Decoder
 from titan.models.files import CONFIG_FILES, SINGLE_WEIGHT_FILE, WEIGHT_INDEX, ModelFiles, no_model, one_line, some
@@ -352,6 +353,6 @@ def _read_rows(tensor: _StoredTensor, rows: slice, dtype: torch.dtype) -> Tensor
     if not (low >= torch.finfo(dtype).min and high <= torch.finfo(dtype).max):  # a NaN fails as well
         raise ValueError(
             f"model {tensor.model!r} has weight {tensor.key!r} with numbers that are not finite in "
-            f"{str(dtype).removeprefix('torch.')}, in {tensor.file.name}: NaN and infinities are not allowed"
+            f"{dtype_name(dtype)}, in {tensor.file.name}: NaN and infinities are not allowed"
         )
     return read

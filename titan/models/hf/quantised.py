@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from titan.core.dtypes import RUN_DTYPES
 from titan.models.files import one_line
 
 PACKAGES = {
@@ -26,7 +27,6 @@ WITHOUT_CHECKPOINTS = ("hqq", "quanto")
 """Methods by which transformers quantises models that it loads, and whose quantised checkpoints it cannot read."""
 OUTLIERS = 6.0
 """Threshold of bitsandbytes where a config has none."""
-PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def quantisation(config: Any) -> dict[str, Any] | None:
@@ -91,7 +91,7 @@ def cast_unquantised(model: Any, plain: nn.Module, dtype: torch.dtype) -> None:
         for name, _ in module.named_parameters(recurse=False):
             weight = getattr(found, name, None)  # packed weights have other names
             is_kept = any(re.search(pattern, f"{path}.{name}") for pattern in kept)
-            if type(weight) is nn.Parameter and weight.dtype in PLAIN_DTYPES and not is_kept:
+            if type(weight) is nn.Parameter and weight.dtype in RUN_DTYPES.values() and not is_kept:
                 weight.data = weight.data.to(dtype)
 
 

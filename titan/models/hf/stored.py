@@ -18,11 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from titan.core.dtypes import dtype_name
+
 MAX_COPIED_BYTES = 2**16
 """Size of the largest matrix that is copied at once, as are all vectors: most of these are not packed."""
 NARROW_DTYPES = (torch.bfloat16, torch.float16)
 """Dtypes whose numbers float32 holds as they are."""
-DTYPES = {
+STORED_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -106,8 +108,7 @@ class StoredTensor:
 
 def not_finite(name: str, dtype: torch.dtype) -> ValueError:
     """Return what is wrong with a weight that has numbers beyond those of a dtype."""
-    dtype_name = str(dtype).removeprefix("torch.")
-    return ValueError(f"weight {name!r} has numbers that are not finite in {dtype_name}: NaN and infinities are not allowed")
+    return ValueError(f"weight {name!r} has numbers that are not finite in {dtype_name(dtype)}: NaN and infinities are not allowed")
 
 
 def find_stored(paths: Sequence[Path], run_dtype: torch.dtype) -> dict[str, StoredTensor]:
@@ -125,11 +126,11 @@ def find_stored(paths: Sequence[Path], run_dtype: torch.dtype) -> dict[str, Stor
         for name, entry in file.header.items():
             if name == "__metadata__":
                 continue
-            if entry["dtype"] not in DTYPES:
-                allowed = ", ".join(DTYPES)
+            if entry["dtype"] not in STORED_DTYPES:
+                allowed = ", ".join(STORED_DTYPES)
                 raise ValueError(f"weight {name!r} has dtype {entry['dtype']}, which is not supported: it must be one of {allowed}")
             first = file.header_size + entry["data_offsets"][0]
-            found[name] = StoredTensor(name, tuple(entry["shape"]), DTYPES[entry["dtype"]], first, run_dtype, file)
+            found[name] = StoredTensor(name, tuple(entry["shape"]), STORED_DTYPES[entry["dtype"]], first, run_dtype, file)
     return found
 
 
