@@ -219,7 +219,7 @@ class Fleet:
                 text.advance(1, False, self.rng)
             if not is_dozing:
                 self.decision = None
-                policy.observe_rest(Load((), num_rows, context, num_ending), n, Outcome([], 0, 0, 0, seconds, 0.0, target_seconds))
+                policy.observe_rest(Load((), num_rows, context, num_ending), n, Outcome(0, 0, 0, 0, seconds, 0.0, target_seconds))
             return n, seconds, 0
         optimum = getattr(policy, "optimum", None)
         if not repeats:
@@ -255,8 +255,8 @@ class Fleet:
                 length += 1
             emitted += 1 + length
             text.advance(1 + length, bool(chain), self.rng)
-        sizes, passes = [len(tree) for tree in trees], (num_passes, draft_rows)
-        policy.observe(Outcome(sizes, emitted - n, *passes, seconds, draft_seconds, target_seconds, deciding, shown, *review))
+        passes = num_passes, draft_rows
+        policy.observe(Outcome(total, emitted - n, *passes, seconds, draft_seconds, target_seconds, deciding, shown, *review))
         return emitted, seconds + deciding, total
 
     def _allows_decision(self) -> bool:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from titan.adaptive.measure import Subject
 from titan.adaptive.pass_cost import PassCost
-from titan.adaptive.profile import Subject
 from titan.adaptive.speculation import AdaptiveSpeculation
 from titan.core.step import Acceptance, StepPlan
 from titan.core.step_times import StepTimes
@@ -53,7 +53,7 @@ class Machine:
         return self.drafts[max(step for step in self.drafts if step <= len(self.choices))]
 
     def curves(self, subjects: Sequence[Subject], *_: Any) -> list[PassCost]:
-        """In place of `titan.adaptive.profile.measure`; only a draft is fed."""
+        """In place of `titan.adaptive.measure.measure`; only a draft is fed."""
         sizes, draft_seconds = (1, 2, 4, 8, 16, 32, 64, 128), self.draft_milliseconds / 1e3
         of_target, of_draft = [self.target(size) / 1e3 for size in sizes], [draft_seconds] * len(sizes)
         return [PassCost(sizes, of_draft if subject.num_fed else of_target) for subject in subjects]

@@ -22,13 +22,13 @@ import torch
 from back_ends import make_back_end
 from machines import Machine
 from stepping import AMPLE, SCARCE, drain, greedy, make_engine, run_all, submit
-from zoo import Zoo, random_prompts
+from zoo import VOCAB_SIZE, Zoo, random_prompts
 
 from titan import LLM, SamplingParams
 from titan.adaptive.controller import NUM_PLAIN, Controller
 from titan.adaptive.load import Outcome
+from titan.adaptive.measure import measure
 from titan.adaptive.pass_cost import PassCost
-from titan.adaptive.profile import measure
 from titan.core.draft_history import AcceptanceCounts
 from titan.core.growth import BeamSpec, Feed
 from titan.core.step import Acceptance, StepPlan
@@ -37,6 +37,7 @@ from titan.diagnosis import faults
 from titan.draft.base import NoDrafter
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.registry import DraftSpec
+from titan.draft.replay import ReplayDrafter
 from titan.engine import Engine
 
 PROMPTS = random_prompts(10, seed=3, max_len=50)
@@ -145,7 +146,7 @@ def test_tokens_do_not_depend_on_the_clock(zoo: Zoo, sampling: str, clock: str, 
     plain = run_all(adaptive_engine(zoo, "llama", **options | {"speculation": "off"}), PROMPTS, params)
     num_nodes, now = list[int](), accumulate(CLOCKS[clock](Random(0)))
     fake = SimpleNamespace(perf_counter=lambda: next(now))
-    for module in ("titan.engine", "titan.adaptive.profile", "titan.kernels.growth", "titan.kernels.torch.backend"):
+    for module in ("titan.engine", "titan.adaptive.measure", "titan.kernels.growth", "titan.kernels.torch.backend"):
         monkeypatch.setattr(f"{module}.time", fake)
     for draft_seconds in (1e-9, 1e-3, 10.0):
         curves = [PassCost([1, 8, 64], [1e-3, 1e-3, 4e-3]), PassCost([1], [draft_seconds])]
@@ -243,6 +244,24 @@ def test_decisions_are_repeated_only_for_requests_that_may_draft_as_much(
     params = [SamplingParams(temperature=temperature, max_tokens=limit, ignore_eos=True) for limit in limits]
     output = run_all(engine, [prompt[:9] for prompt in PROMPTS[:3]], params)
     assert [*map(len, output)] == limits and found[True] > 3 and found[False]
+
+
+def test_a_drafter_that_is_not_fed_repeats_decisions(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(monkeypatch, target=lambda rows: 1 + rows / 1e3)
+    tokens = written(zoo, [80] * 3)
+    recordings = {tuple(prompt): recorded for prompt, recorded in zip(PROMPTS, tokens, strict=False)}
+    drafter = ReplayDrafter(recordings, acceptance=1.0, vocab_size=VOCAB_SIZE, max_draft_tokens=4)
+    engine, repeats = make_engine(zoo.path("llama"), drafter, speculation="adaptive", **AMPLE), Counter[bool]()
+    repeat = Controller.repeats
+
+    def note(controller: Controller) -> bool:
+        is_repeated = repeat(controller)
+        repeats[is_repeated] += 1
+        return is_repeated
+
+    monkeypatch.setattr(Controller, "repeats", note)
+    assert run_all(engine, PROMPTS[:3], [greedy(80, ignore_eos=True)] * 3) == tokens
+    assert repeats[True] > repeats[False]
 
 
 def test_there_is_room_for_drafts_after_plain_steps(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,12 +444,13 @@ def test_passes_of_a_device_take_what_its_marks_say(zoo: Zoo, monkeypatch: pytes
     monkeypatch.setattr(backend, "mark", count().__next__)
     monkeypatch.setattr(backend, "seconds_between", lambda marks: [1.0, 0.5, 7.0] if marks == sorted(marks) else [])
     engine = adaptive_engine(zoo, "llama", backend=backend, **AMPLE | {"max_draft_tokens": 3})
+    depths = list[int]()
+    engine.observers.append(lambda _, acceptance: depths.append(max(acceptance.trees.counts)))
     assert run_all(engine, PROMPTS[2:4], [greedy(16, ignore_eos=True)] * 2) == written(zoo, [0, 0, 16, 16])[2:]
     assert {(each.draft_seconds, each.target_seconds) for each in outcomes} == {(1.0, 7.0)}
-    drafting = [each for each in outcomes if sum(each.num_nodes)]
-    assert len(drafting) > 2
-    for each in drafting:
-        assert each.num_draft_passes == max(each.num_nodes) and each.num_draft_rows >= sum(each.num_nodes)
+    drafting = [each for each in outcomes if each.num_nodes]
+    assert len(drafting) > 2 and all(each.num_draft_rows >= each.num_nodes for each in drafting)
+    assert [each.num_draft_passes for each in drafting] == [depth for depth in depths if depth]
     drafted = engine.adaptive.controller.costs.draft if engine.adaptive else None
     assert drafted is not None and drafted.predict(2, 0) < 0.8, "of a step with three passes that took a second"
 

@@ -281,7 +281,7 @@ def test_at_a_bend_a_node_costs_something_between_both_sides() -> None:
 def test_what_rests_cost_is_followed_and_drafts_of_before_count_less() -> None:
     controller, num_rests = controller_of(DEMO), 0
     load = Load([Candidate(counts(0.1, 20.0), 6, 2, 256, True) for _ in range(8)], 8, 800)
-    usual = Outcome([], 0, 0, 0, DEMO.host(8, 0) + DEMO.target(8, 800), 0.0, DEMO.target(8, 800))
+    usual = Outcome(0, 0, 0, 0, DEMO.host(8, 0) + DEMO.target(8, 800), 0.0, DEMO.target(8, 800))
     slow = usual._replace(seconds=2 * usual.seconds, target_seconds=2 * usual.target_seconds)
     controller.choose(load)
     for step in range(300):
@@ -294,7 +294,7 @@ def test_what_rests_cost_is_followed_and_drafts_of_before_count_less() -> None:
             controller.observe_rest(Load((), 8, 800), 8, usual if step < 100 else slow)
         else:
             decision = controller.choose(load)
-            drafting = usual._replace(num_nodes=decision.num_nodes, seconds=2 * usual.seconds)
+            drafting = usual._replace(num_nodes=sum(decision.num_nodes), seconds=2 * usual.seconds)
             controller.observe(drafting if decision.drafts else usual)
     controller.choose(load)
     assert 100 < num_rests < 200
@@ -303,7 +303,7 @@ def test_what_rests_cost_is_followed_and_drafts_of_before_count_less() -> None:
 
 
 def test_steps_like_a_rest_pass_until_something_changes_or_a_probe_is_due() -> None:
-    controller, usual = controller_of(DEMO), Outcome([], 0, 0, 0, DEMO.host(8, 0) + DEMO.target(8, 800), 0.0, DEMO.target(8, 800))
+    controller, usual = controller_of(DEMO), Outcome(0, 0, 0, 0, DEMO.host(8, 0) + DEMO.target(8, 800), 0.0, DEMO.target(8, 800))
     load = Load([Candidate(counts(0.1, 20.0), 6, 2, 256, True) for _ in range(8)], 8, 800)
     found, num_rested = Counter[str](), 0
     for step in range(400):
@@ -322,7 +322,7 @@ def test_steps_like_a_rest_pass_until_something_changes_or_a_probe_is_due() -> N
             if num_rested:
                 assert load.candidates[0].counts.num_drafts == pytest.approx(IDLE_FADE**num_rested * drafts_before)
             num_rested = 0
-            spent = usual._replace(num_nodes=decision.num_nodes, seconds=2 * usual.seconds) if decision.drafts else usual
+            spent = usual._replace(num_nodes=sum(decision.num_nodes), seconds=2 * usual.seconds) if decision.drafts else usual
             controller.observe(spent)
             found["probes" if decision.is_probe else "decides"] += 1
     assert found["dozes"] > 3 * found["rests"] > 0 < found["probes"] < 40 and found["decides"]
@@ -332,8 +332,8 @@ def four_requests(num_missing: int = 2) -> tuple[Load, Outcome, Outcome]:
     """Good drafts on a machine, and what comes of a step with a node each, and of one without drafts."""
     load = Load([Candidate(counts(0.9, 20.0), 6, num_missing, 256, True) for _ in range(4)], 4, 800)
     of_draft, of_target = BIG.draft(4, 800), BIG.target(8, 800)
-    drafting = Outcome([1] * 4, 4, 1, 4, BIG.host(4, 4) + of_draft + of_target, of_draft, of_target)
-    return load, drafting, Outcome([], 0, 0, 0, BIG.host(4, 0) + BIG.target(4, 800), 0.0, BIG.target(4, 800))
+    drafting = Outcome(4, 4, 1, 4, BIG.host(4, 4) + of_draft + of_target, of_draft, of_target)
+    return load, drafting, Outcome(0, 0, 0, 0, BIG.host(4, 0) + BIG.target(4, 800), 0.0, BIG.target(4, 800))
 
 
 @pytest.mark.parametrize("num_missing", [2, 40])
@@ -391,13 +391,32 @@ def test_an_optimum_stands_for_as_many_steps_that_draft_if_there_is_no_room_in_t
     assert num_steps[True] == num_steps[False] > 1
 
 
+def test_a_decision_is_of_its_requests_in_whatever_order_they_come() -> None:
+    """Or where one of them has been preempted, and another one, which has emitted before, is in its place."""
+    controller, load, outcome = drafting_controller()
+    mixed = load._replace(candidates=[Candidate(counts(p, 500.0), 6, 2, 256, True) for p in (0.8, 0.8, 0.8, 0.001)])
+    controller._standing.num_left = 0
+    decision = controller.choose(mixed)
+    assert [worth is not None for worth in decision.worths] == [True, True, True, False]
+    controller.observe(outcome._replace(num_nodes=sum(decision.num_nodes)))
+    assert controller._standing.num_left > 0 and not controller.rest(4, 4)
+    turned = controller.choose(mixed._replace(candidates=mixed.candidates[::-1]))
+    assert [worth is not None for worth in turned.worths] == [False, True, True, True]
+    controller.observe(outcome._replace(num_nodes=sum(turned.num_nodes)))
+    assert [worth is not None for worth in controller.choose(load).worths] == [True] * 4
+
+
 def test_drafts_that_did_not_come_are_not_repeated() -> None:
     """A drafter failed, or the step ran in parts, of which nothing is told."""
     controller, _, outcome = drafting_controller()
     controller.observe(outcome)
     assert controller.repeats()
     assert not controller.repeats()
-    controller.observe(outcome._replace(num_nodes=[0] * 4, num_accepted=0))
+    controller.observe(outcome._replace(num_nodes=0, num_accepted=0))
+    assert not controller.repeats()
+    controller, load, outcome = drafting_controller()
+    controller.observe(outcome)
+    assert controller.choose(load).is_steady  # for a step that then runs in parts
     assert not controller.repeats()
 
 
@@ -447,7 +466,7 @@ def test_a_new_request_is_compared_for_once_and_not_for_the_rows_of_its_prompt(n
     with patch.object(controller, "_compare", wraps=controller._compare) as compare:
         assert not controller.rest(5, ends.num_lasting, 1)
         decision = controller.choose(ends)
-        controller.observe(outcome._replace(num_nodes=decision.num_nodes))
+        controller.observe(outcome._replace(num_nodes=sum(decision.num_nodes)))
         for _ in range(3):
             assert not controller.rest(5, joined.num_rows, 0)
             assert controller.choose(joined).num_nodes == decision.num_nodes
@@ -471,10 +490,9 @@ def test_steps_until_a_probe_is_due() -> None:
 def test_drafting_ends_where_it_brings_less_than_was_planned(share: float) -> None:
     """What is known of acceptance stays as it is: the fault lies elsewhere."""
     controller, num_drafting = Controller(Costs(BIG.curve(BIG.target), BIG.curve(BIG.draft))), 0
-    rng = np.random.default_rng(0)
+    rng, load = np.random.default_rng(0), Load([Candidate(counts(0.7, 20.0), 6, 2, 256, False) for _ in range(4)], 4, 400)
     for _ in range(200):
-        load = Load([Candidate(counts(0.7, 20.0), 6, 2, 256, False) for _ in range(4)], 4, 400)
-        plain = Outcome([], 0, 0, 0, BIG.host(4, 0) + BIG.target(4, 400), 0.0, BIG.target(4, 400))
+        plain = Outcome(0, 0, 0, 0, BIG.host(4, 0) + BIG.target(4, 400), 0.0, BIG.target(4, 400))
         if controller.dozes():
             continue
         if controller.rest(4, 4):
@@ -486,11 +504,11 @@ def test_drafting_ends_where_it_brings_less_than_was_planned(share: float) -> No
             continue
         num_drafting += not decision.is_probe
         nodes = decision.num_nodes
-        expected = sum(p * (1 - p**count) / (1 - p) for p, count in zip(decision.acceptance, nodes, strict=True))
+        expected = sum(p * (1 - p**count) / (1 - p) for p, count in zip(controller._estimates.means, nodes, strict=True))
         passes, rows = max(nodes), sum(nodes)
         draft, target = passes * BIG.draft(rows / passes, 400), BIG.target(4 + rows, 400)
         seconds = BIG.host(4, sum(map(bool, nodes))) + draft + target
-        controller.observe(Outcome(nodes, int(rng.poisson(share * expected)), passes, rows, seconds, draft, target))
+        controller.observe(Outcome(sum(nodes), int(rng.poisson(share * expected)), passes, rows, seconds, draft, target))
     assert num_drafting > 150 if share == 1.0 else 0 < num_drafting < 60
 
 
@@ -600,7 +618,7 @@ def test_a_review_shows_that_the_draft_is_cheaper_than_it_was_taken_for() -> Non
     load = Load([Candidate(AcceptanceCounts(), 6, 60, 256, True) for _ in range(4)], 4, 800)
     for seconds, least, most in ((3 * expected, 0.99, 1.01), (expected / 3, 0.3, 0.5), (expected, 0.3, 0.5)):
         for _ in range(30):
-            costs.note_review(load, 1, Outcome([], 0, 0, 0, 1.0, 0.0, 0.0, reviewed=[0.5], review_rows=60, review_seconds=seconds))
+            costs.note_review(load, 1, Outcome(0, 0, 0, 0, 1.0, 0.0, 0.0, reviewed=[0.5], review_rows=60, review_seconds=seconds))
         assert least <= costs.draft.predict(60, 200) / expected <= most
 
 
@@ -609,7 +627,7 @@ def test_what_a_review_shows_of_one_may_be_true_of_others(shown: float, least: f
     """What is known of the others counts less if the one surprises, and as before if not."""
     controller = controller_of(DEMO)
     known = [counts(0.1, 20.0) for _ in range(4)]
-    usual = Outcome([], 0, 0, 0, DEMO.host(4, 0) + DEMO.target(4, 800), 0.0, DEMO.target(4, 800))
+    usual = Outcome(0, 0, 0, 0, DEMO.host(4, 0) + DEMO.target(4, 800), 0.0, DEMO.target(4, 800))
     load = Load([Candidate(each, 6, 60, 256, True, num_reviewable=16) for each in known], 4, 800)
     for _ in range(400):
         before = [each.num_drafts for each in known]

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from math import sqrt
+from operator import is_
 from typing import NamedTuple
 
 from titan.adaptive.costs import Costs
@@ -50,9 +51,6 @@ and how many are plain."""
 LEAST_DRAFTS = 4.0
 """Number of drafts that what was ever seen counts as at least."""
 
-YIELD_FADE = 127 / 128
-"""Share of what is known of a yield below 1 that remains per step without drafts."""
-
 LEAST_MORE, MOST_LONGER = 0.01, 4.0
 """Share by which drafting must be expected to lengthen a step for its yield to be noted; and how many times as much, or as little,
 it may then have been."""
@@ -71,14 +69,17 @@ class Decision(NamedTuple):
     most_nodes: Sequence[int]  # up to which growth may go on, if it is worth it
     worths: Sequence[Worth | None]  # where growth ends, by confidence; None: at `num_nodes`
     probed: Sequence[int] = ()  # candidates that show whether it would pay, by a node of their own or by a review
-    reviewed: Sequence[int] = ()  # those of them that do so by a review
-    acceptance: Sequence[float] = ()  # expected of each candidate
     is_steady: bool = False  # whether it may be repeated: the draft was fed all that draft, and none is probed
 
     @property
     def drafts(self) -> bool:
         """Whether any candidate drafts."""
         return any(self.num_nodes)
+
+    @property
+    def reviewed(self) -> list[int]:
+        """The probed candidates that are reviewed."""
+        return [i for i in self.probed if not self.num_nodes[i]]
 
     @property
     def is_probe(self) -> bool:
@@ -105,11 +106,12 @@ class Controller:
         self._num_rested = 0  # steps since anything was decided
         self._num_dozing = 0  # next steps that are taken for like the last rest
         self._rest_seconds = 0.0  # that each of them is taken to last
-        self._num_drafting = 0  # steps since one was plain; below 0: plain ones still to come
+        self._num_since_plain = 0  # steps since one was plain; below 0: plain ones still to come
         self._may_repeat = False  # whether the last step drafted as decided, and the next one may do so, too
         self._estimates = estimate(self.fleet, self.past, (AcceptanceCounts(),))
         self._hoped: list[int] = []
-        self._before: list[tuple[float, float]] = []  # of probed requests: their drafts, and the acceptance that these showed
+        self._compared: Sequence[AcceptanceCounts] = ()  # of those candidates, in order
+        self._shown_before: list[tuple[float, float]] = []  # of probed requests: their drafts, and the acceptance that these showed
         self._load: Load = Load((), 0, 0)
         self._decision = Decision([], (), ())
         self._unlearned: list[tuple[Load, Decision, Outcome]] = []  # steps that drafted since settings were compared
@@ -131,9 +133,9 @@ class Controller:
     def repeats(self) -> bool:
         """Begin a step of the requests of the last one, one token each; return whether they draft as in that. Else `rest`."""
         may_repeat, self._may_repeat = self._may_repeat, False
-        if not may_repeat or self._probes.is_due or self._standing.num_left <= 0:
+        if not may_repeat or self._standing.num_left <= 0:
             return False
-        self._standing.num_left, self._num_drafting = self._standing.num_left - 1, self._num_drafting + 1
+        self._standing.num_left, self._num_since_plain = self._standing.num_left - 1, self._num_since_plain + 1
         self._has_compared = False
         return True
 
@@ -150,7 +152,7 @@ class Controller:
         if stands and not self.optimum.drafts and not self._probes.is_due:
             self._standing.num_left, self._num_rested = self._standing.num_left - 1, self._num_rested + 1
             return True
-        if not stands or not self._standing.covers(num_requests):
+        if not stands:
             self._standing.num_left = 0
         return False
 
@@ -170,12 +172,14 @@ class Controller:
             load: of the step.
             has_room: whether room is reserved for drafts; without it, nothing is drafted in this step.
         """
-        self._load = load
+        self._load, self._may_repeat = load, False
+        if not _are_same(self._compared, [each.counts for each in load.candidates]):
+            self._standing.num_left = 0
         if self._num_rested:
             for each in load.candidates:
                 each.counts.fade(IDLE_FADE**self._num_rested)
             self.fleet.fade(IDLE_FADE**self._num_rested, LEAST_DRAFTS)
-            self.drafting_yield.fade(YIELD_FADE**self._num_rested)
+            self.drafting_yield.fade(self._num_rested)
             self._num_rested = 0
         self._decision = self._decide(load, has_room)
         return self._decision
@@ -195,29 +199,28 @@ class Controller:
             worth if count and each.stops_early else None
             for worth, count, each in zip(self._worths, num_nodes, load.candidates, strict=True)
         ]
-        acceptance = self._estimates.means
-        probed = self._probes.choose(load, self.costs, num_nodes, acceptance, self._hoped)
-        reviewed = [i for i in probed if load.candidates[i].num_reviewable is not None]
-        if not has_room and len(reviewed) < len(probed):
+        probed = self._probes.choose(load, self.costs, num_nodes, self._estimates.means, self._hoped)
+        drafted = [i for i in probed if load.candidates[i].num_reviewable is None]
+        if drafted and not has_room:
             return _nothing(load)
         self._standing.num_left -= 1
-        for i in probed:
-            num_nodes[i] = int(i not in reviewed)
-        self._before = [self._showing(load.candidates[i].counts) for i in probed]
+        for i in drafted:
+            num_nodes[i] = 1
+        self._shown_before = [self._showing(load.candidates[i].counts) for i in probed]
         most_nodes = [  # of a probe, which has no worth: its node
             count if worth is None else min(each.max_nodes, count + self.optimum.slack)
             for count, worth, each in zip(num_nodes, worths, load.candidates, strict=True)
         ]
         is_steady = not probed and all(each.is_fed for count, each in zip(num_nodes, load.candidates, strict=True) if count)
-        return Decision(num_nodes, most_nodes, worths, probed, reviewed, acceptance, is_steady)
+        return Decision(num_nodes, most_nodes, worths, probed, is_steady)
 
     def _is_plain_due(self) -> bool:
         """Whether a step without drafts should show what such steps cost: the more often, the less drafting gains."""
         gain = self.optimum.rate / self.optimum.off_rate - 1
-        self._num_drafting += 1
-        if self._num_drafting >= PLAIN_STEPS * (1 + min(gain, 1.0) / PLAIN_GAIN):
-            self._num_drafting = -NUM_PLAIN
-        return self._num_drafting < 0
+        self._num_since_plain += 1
+        if self._num_since_plain >= PLAIN_STEPS * (1 + min(gain, 1.0) / PLAIN_GAIN):
+            self._num_since_plain = -NUM_PLAIN
+        return self._num_since_plain < 0
 
     def _delay(self, load: Load, num_nodes: list[int]) -> None:
         """Let the requests that owe most wait, so that the draft is not fed for longer than a few steps without it take."""
@@ -233,7 +236,8 @@ class Controller:
         """Find the best setting, and that which might be the best."""
         self._learn()
         self.past.follow([each.counts for each in load.candidates if each.is_typical], self.fleet.agreement)
-        estimates = self._estimates = estimate(self.fleet, self.past, [each.counts for each in load.candidates])
+        self._compared = [each.counts for each in load.candidates]
+        estimates = self._estimates = estimate(self.fleet, self.past, self._compared)
         prices = self._prices = Prices(load, self.costs)
         plain_seconds = self.costs.plain_seconds(load._replace(num_rows=load.num_lasting))
         per_missing = len(load.candidates) * prices.row_seconds / plain_seconds
@@ -282,7 +286,7 @@ class Controller:
         if self._has_compared:
             self._standing.note_comparison(outcome.deciding_seconds)
         self._unlearned.append((self._load, decision, outcome))
-        self._may_repeat = decision.is_steady and any(outcome.num_nodes)
+        self._may_repeat = decision.is_steady and outcome.num_nodes > 0
         if decision.probed or not decision.drafts:
             self._learn()
         if decision.is_probe:
@@ -328,12 +332,12 @@ class Controller:
         more = planned.seconds - prices.plain_seconds
         if more < LEAST_MORE * prices.plain_seconds or (has_passes and not all(load.candidates[i].is_fed for i in drafting)):
             return
-        chains = [(decision.num_nodes[i], decision.acceptance[i]) for i in drafting]
+        chains = [(decision.num_nodes[i], self._estimates.means[i]) for i in drafting]
         planned_gain = sum([p * (1 - p**count) / (1 - p) if p < 1 else count for count, p in chains])
         for each in outcomes:
             promised = planned_gain
             if each.num_draft_passes or not has_passes:  # else they are not known, and those that were planned
-                real = prices.step(len(drafting), each.num_draft_passes, each.num_draft_rows, sum(each.num_nodes))
+                real = prices.step(len(drafting), each.num_draft_passes, each.num_draft_rows, each.num_nodes)
                 promised *= min(max((real - prices.plain_seconds) / more, 1 / MOST_LONGER), MOST_LONGER)
             self.drafting_yield.note(each.num_accepted, promised)
 
@@ -346,7 +350,7 @@ class Controller:
         if decision.is_probe:
             reviewed = dict(zip(decision.reviewed, outcomes[0].reviewed, strict=False))
             surprise = 0.0  # mean difference between what a probe showed and what was known before, as far as it was known
-            for i, (drafts, acceptance) in zip(decision.probed, self._before, strict=True):
+            for i, (drafts, acceptance) in zip(decision.probed, self._shown_before, strict=True):
                 num_drafts, shown = self._showing(load.candidates[i].counts)
                 difference = (shown - acceptance) * num_drafts
                 if i in decision.reviewed:
@@ -359,10 +363,15 @@ class Controller:
                 each.fade(remaining)
         elif not decision.drafts:
             self.fleet.fade(IDLE_FADE, LEAST_DRAFTS)
-            self.drafting_yield.fade(YIELD_FADE)
+            self.drafting_yield.fade()
 
     def _showing(self, counts: AcceptanceCounts) -> tuple[float, float]:
         return counts.num_drafts, own_acceptance(counts, self.fleet.agreement)
+
+
+def _are_same(these: Sequence[object], those: Sequence[object]) -> bool:
+    """Whether two sequences are of the same objects in the same order."""
+    return len(these) == len(those) and all(map(is_, these, those))
 
 
 def _nothing(load: Load) -> Decision:

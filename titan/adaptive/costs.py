@@ -82,7 +82,7 @@ class Costs:
         self._note_host(n, num_drafting, sum([each.host_seconds + each.deciding_seconds for each in outcomes]) / num_steps, is_cold)
         if load.num_rows != n:  # what prompts take says little of what decodes do
             return
-        rows, context = n + sum([sum(each.num_nodes) for each in outcomes]) / num_steps, load.num_context_tokens
+        rows, context = n + sum([each.num_nodes for each in outcomes]) / num_steps, load.num_context_tokens
         target_seconds = sum([each.target_seconds for each in outcomes]) / num_steps
         _note_pass(self.target, (rows, context), target_seconds, is_cold, is_alternating=True, num_steps=num_steps)
         is_caught_up = all(each.is_fed for count, each in zip(num_nodes, load.candidates, strict=True) if count)

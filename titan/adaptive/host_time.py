@@ -7,8 +7,11 @@ from collections import Counter
 SHORTER_RATE, LONGER_RATE = 1 / 4, 1 / 8
 """Weights of a step's host time that is shorter or longer than expected: anything may hold it up, and nothing makes it shorter."""
 
-FIRST_STEPS, COLD_STEPS = 2, 4
-"""Steps of a kind after which their host's time counts as known, and which find cold caches: the shortest of them counts."""
+FIRST_STEPS = 2
+"""Steps of a kind after which the time that their host takes counts as known."""
+
+COLD_STEPS = 4
+"""First steps of a kind, which find cold caches: the shortest of them counts."""
 
 FIRST_MORE = 1 / 2
 """How much more of the host drafting is taken to need until it was seen, as a share of what as many requests need without."""

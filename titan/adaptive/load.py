@@ -46,7 +46,7 @@ class Load(NamedTuple):
 class Outcome(NamedTuple):
     """What came of a step."""
 
-    num_nodes: Sequence[int]  # verified, of each candidate; empty: none
+    num_nodes: int  # that were verified
     num_accepted: int
     num_draft_passes: int
     num_draft_rows: int

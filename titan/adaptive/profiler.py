@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from titan.adaptive.costs import Costs
+from titan.adaptive.measure import Extent, Subject, measure
 from titan.adaptive.pass_cost import PassCost
-from titan.adaptive.profile import Extent, Subject, measure
 from titan.core.options import ScheduleOptions
 from titan.draft.base import Drafter, ModelDrafter
 from titan.kernels.interfaces import Backend, Runner

@@ -39,6 +39,7 @@ class AdaptiveSpeculation:
     num_reserved: int = 0  # draft tokens of each request for which the next step should reserve room
     _confident: ConfidentDrafter | None = None
     _reviewing: ReviewingDrafter | None = None
+    _needs_feeding: bool = True  # whether drafting takes passes over what the drafter has missed
     _max_len: int = sys.maxsize  # tokens of a request that the draft can be fed
     _log_temperature: float | None = None  # mean over the greedy requests of what their draft's probabilities are compared at
     _rows: list[int] = field(default_factory=list)  # of the plan, those that emit tokens
@@ -47,11 +48,15 @@ class AdaptiveSpeculation:
     _dozes: bool = False  # whether nothing is learned of this step
     _load: Load = field(default_factory=lambda: Load((), 0, 0))
     _decision: Decision = NOTHING
-    _shown: tuple[Decision, Optimum] = (NOTHING, Optimum([], 0.0, 0.0))  # of the last step in which a request might have drafted
+    _last_shown: tuple[Decision, Optimum] = (
+        NOTHING,
+        Optimum([], 0.0, 0.0),
+    )  # of the last step in which some might have drafted
 
     def __post_init__(self) -> None:
         self._confident = self.drafter if isinstance(self.drafter, ConfidentDrafter) else None
         self._reviewing = self.drafter if isinstance(self.drafter, ReviewingDrafter) else None
+        self._needs_feeding = isinstance(self.drafter, ModelDrafter)
         if isinstance(self.drafter, ModelDrafter):
             self._max_len = self.drafter.max_len
 
@@ -84,7 +89,7 @@ class AdaptiveSpeculation:
         optimum = self.controller.optimum
         self.num_reserved = min(self.max_nodes, RESERVED_NODES * max(optimum.num_nodes, default=0))
         if any(each.max_nodes for each in self._load.candidates):
-            self._shown = decision, optimum
+            self._last_shown = decision, optimum
         self._apply(plan)
         plan.reviews = [rows[i] for i in decision.reviewed]
 
@@ -111,7 +116,7 @@ class AdaptiveSpeculation:
         return Candidate(
             history.acceptance,
             self._most_nodes(request),
-            request.num_tokens - request.num_drafted_context,
+            request.num_tokens - request.num_drafted_context if self._needs_feeding else 1,
             request.num_remaining_tokens,
             self._stops_early(request),
             1 / history.tokens_per_step.value if self.is_latency else 1.0,
@@ -153,19 +158,16 @@ class AdaptiveSpeculation:
                 plan.requests[i].draft_history.tokens_per_step.note(1 + len(acceptance.paths[i]))
         if self._dozes:
             return
-        num_accepted, num_nodes = 0, list[int]()
-        if self._decision.drafts and acceptance.trees.num_nodes:
-            starts = acceptance.trees.start_loc.tolist()
-            num_nodes = [starts[i + 1] - starts[i] for i in self._rows]
+        num_nodes = acceptance.trees.num_nodes
+        if num_nodes:
             for i in self._rows:
-                num_accepted += len(acceptance.paths[i])
                 self._follow_temperature(plan.requests[i])
         for i, review in zip(plan.reviews, report.reviews, strict=False):
             self._follow_temperature(plan.requests[i], 0 if review.logprobs is None else len(review.logprobs))
         draft_seconds = times.draft if growth is None or growth.seconds is None else growth.seconds
         outcome = Outcome(
             num_nodes,
-            num_accepted,
+            sum(map(len, acceptance.paths)),
             0 if growth is None else growth.num_passes,
             0 if growth is None else growth.num_rows,
             times.recurring,
@@ -195,7 +197,7 @@ class AdaptiveSpeculation:
         Args:
             mean_draft_tokens: per request and step, since the start.
         """
-        controller, (decision, optimum) = self.controller, self._shown
+        controller, (decision, optimum) = self.controller, self._last_shown
         target, draft = controller.costs.target, controller.costs.draft
         return SpeculationMetrics(
             choice="probe" if decision.is_probe else "on" if decision.drafts else "off",

@@ -42,10 +42,6 @@ class Standing:
             is_alike = num_new > 0 or (are_new_few and num_requests >= STEADY * n and num_rows >= STEADY * rows)
         return is_alike and self.num_left > 0
 
-    def covers(self, num_requests: int) -> bool:
-        """Whether the requests are those that were compared."""
-        return not self._num_new and num_requests == self._size[0]
-
     def renew(self, load: Load, drafts: bool, may_new_draft: bool, num_drafts: float, plain_seconds: float) -> None:
         """Begin anew.
 

@@ -31,7 +31,8 @@ PAST_ACCEPTANCE, PAST_PRIOR, PAST_MEMORY = 0.6, 1.0, 15 / 16
 one leaves; and the share that counts keep when another one does."""
 
 YIELD_PRIOR, YIELD_MEMORY = 16.0, 127 / 128
-"""Tokens that drafting counts as having brought, as planned, beside what was seen; and the share of that which a step leaves."""
+"""Tokens that drafting counts as having brought, as planned, beside what was seen; and the share of that which a step leaves,
+with drafts or without."""
 
 
 class Estimates(NamedTuple):
@@ -97,11 +98,11 @@ class Yield:
         self._num_accepted = YIELD_MEMORY * self._num_accepted + num_accepted
         self._num_promised = YIELD_MEMORY * self._num_promised + num_promised
 
-    def fade(self, share: float) -> None:
-        """Let it count less that drafting brought less than planned: only this share remains. If it brought more, that stays."""
+    def fade(self, num_steps: int = 1) -> None:
+        """After steps without drafts, let it count less that drafting brought less than planned. If it brought more, that stays."""
         if self._num_accepted < self._num_promised:
-            self._num_accepted *= share
-            self._num_promised *= share
+            self._num_accepted *= YIELD_MEMORY**num_steps
+            self._num_promised *= YIELD_MEMORY**num_steps
 
 
 def own_acceptance(counts: AcceptanceCounts, agreement: float) -> float:

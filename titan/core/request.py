@@ -125,7 +125,7 @@ class Request:
 
     def most_drafts(self, most: int) -> int:
         """Return how many nodes it may draft if others may draft ``most``: the last token that it emits needs none."""
-        if not self.params.use_speculative:
+        if not self.params.may_draft:
             return 0
         own = self.params.max_draft_tokens
         return max(0, min(most if own is None else min(most, own), self.num_remaining_tokens - 1))

@@ -173,6 +173,11 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
+    def may_draft(self) -> bool:
+        """Whether drafts are allowed."""
+        return self.use_speculative and self.max_draft_tokens != 0
+
+    @property
     def has_penalties(self) -> bool:
         """Whether penalties change the logits of tokens that occurred before."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
