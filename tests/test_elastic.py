@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import psutil
@@ -22,6 +23,7 @@ from zoo import Zoo, random_prompts
 from titan import LLM
 from titan.core.batch import RaggedBatch
 from titan.core.kv_tensor import KVGroup, KVLayout, KVTensor
+from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import DraftTree
 from titan.draft.base import NoDrafter
@@ -106,9 +108,12 @@ def test_a_resize_that_runs_out_of_memory_changes_nothing_but_what_the_draft_kno
     assert [request.output_token_ids for request in requests] == lonely(zoo)
 
 
-@pytest.mark.parametrize("interrupted", ["draft", "target"])
-def test_an_interrupt_in_a_resize_ends_the_requests(zoo: Zoo, interrupted: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of the target may have moved; what comes later is right."""
+@pytest.mark.parametrize("interrupted", ["draft", "target", "pool", "tables"])
+@pytest.mark.parametrize("call", ["resize_kv_cache(200)", "compact_kv_cache()"])
+def test_an_interrupt_while_blocks_move_ends_the_requests(
+    zoo: Zoo, interrupted: str, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some content, and some block tables, may be of before; what comes later is right."""
     engine = make_engine(zoo.path("llama"), zoo.path("llama~"), backend=make_back_end("torch"), **AMPLE)
     requests, gather = submit(engine, PROMPTS, PARAMS), engine.backend.cache.gather_blocks
 
@@ -117,14 +122,25 @@ def test_an_interrupt_in_a_resize_ends_the_requests(zoo: Zoo, interrupted: str, 
         if source is engine.kv.tensors[interrupted]:  # type: ignore[index]
             raise KeyboardInterrupt
 
+    def renumber(request: Request, new_ids: Any, original: Any = Request.renumber_blocks) -> None:
+        original(request, new_ids)
+        raise KeyboardInterrupt
+
     for _ in range(4):
         engine.step()
+    engine.scheduler.abort(engine.scheduler.running[0])  # the blocks of the others then have another place to go to
     with monkeypatch.context() as patch:
-        patch.setattr(engine.backend.cache, "gather_blocks", fail)
+        if interrupted in ("draft", "target"):
+            patch.setattr(engine.backend.cache, "gather_blocks", fail)
+        elif interrupted == "pool":
+            patch.setattr(engine.kv.pool, "resize", Mock(side_effect=KeyboardInterrupt))
+        else:
+            patch.setattr(Request, "renumber_blocks", renumber)
         with pytest.raises(KeyboardInterrupt):
-            engine.resize_kv_cache(200)
-    assert all(request.error == "resize_kv_cache(200) was interrupted" for request in requests if request.finish_reason == "abort")
-    assert not engine.scheduler.has_unfinished and engine.kv.num_blocks == AMPLE["num_kv_blocks"]
+            engine.resize_kv_cache(200) if call.startswith("resize") else engine.compact_kv_cache()
+    assert {request.error for request in requests} == {f"{call} was interrupted", None}
+    assert not engine.scheduler.has_unfinished and engine.runner.kv is engine.kv.tensors["target"]  # type: ignore[attr-defined]
+    assert engine.kv.num_blocks == engine.kv.tensors["target"].num_blocks
     check_blocks(engine)
     assert run_all(engine, PROMPTS, PARAMS) == lonely(zoo) and engine.metrics().num_cached_tokens == 0
 
@@ -369,3 +385,22 @@ def test_a_drafters_fault_is_told_by_name_and_costs_no_request(zoo: Zoo, fault: 
     with pytest.warns(RuntimeWarning, match=f"the drafter 'faulty' failed, which costs drafts and no request: {message}"):
         assert run_all(engine, PROMPTS, PARAMS) == outputs
     assert engine.metrics().mean_acceptance_length > 2
+
+
+def test_a_move_within_a_cache_that_lacks_memory_has_moved_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the second group of layers, when the first would have moved already."""
+    layout = KVLayout((KVGroup(1, 1, 16), KVGroup(2, 1, 16)), torch.float64)
+    kv, rooms, new_empty = KVTensor(layout, 4, 8, torch.device("cpu")), list[Any](), torch.Tensor.new_empty
+    for group in kv.groups:
+        group.copy_(torch.arange(4.0).view(1, 4, 1, 1, 1, 1).expand_as(group))
+
+    def fail(tensor: torch.Tensor, *size: int) -> torch.Tensor:
+        rooms.append(size)
+        if len(rooms) == 2:
+            raise MemoryError
+        return new_empty(tensor, *size)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", fail)
+    with pytest.raises(MemoryError):
+        make_back_end("torch").cache.gather_blocks(kv, kv, np.array([2, 0]))
+    assert all((group[0, :, 0, 0, 0, 0] == torch.arange(4)).all() for group in kv.groups)

@@ -191,3 +191,35 @@ def test_a_draft_with_fewer_positions_is_fed_and_asked_up_to_its_last(zoo: Zoo, 
     assert 39 <= max(num_drafted) <= 40
     assert request.output_token_ids == zoo.greedy("llama", prompt, 60, ignore_eos=True)
     assert (request.metrics.num_draft_tokens > 0) == drafts
+
+
+@pytest.mark.parametrize("stop", [None, "~never~"], ids=["at the end", "token by token"])
+def test_a_tokenizer_that_fails_costs_its_request(
+    zoo: Zoo, make_llm: Make, stop: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, prompts = make_llm("itself"), random_prompts(4, seed=8, max_len=20)
+    params = greedy(24, ignore_eos=True, stop=stop, logprobs=1)
+    expected = llm.generate(prompts, params, use_tqdm=False)
+    tokens = [set(output.outputs[0].token_ids) | set(output.prompt_token_ids) for output in expected]
+    bad = next(iter(tokens[1] - set(prompts[1]) - tokens[0] - tokens[2] - tokens[3]))
+    decode = IncrementalDetokenizer._decode
+
+    def fail(own: IncrementalDetokenizer, token_ids: Any) -> str:
+        if bad in token_ids:
+            raise OverflowError("no such piece")
+        return decode(own, token_ids)
+
+    monkeypatch.setattr(IncrementalDetokenizer, "_decode", fail)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [outputs[i].outputs for i in (0, 2, 3)] == [expected[i].outputs for i in (0, 2, 3)]
+    [found] = outputs[1].outputs
+    assert (
+        found.finish_reason == "abort"
+        and outputs[1].error == "the tokenizer cannot decode its tokens: OverflowError: no such piece"
+    )
+    whole = expected[1].outputs[0].token_ids
+    assert found.token_ids == (whole if stop is None else whole[: whole.index(bad) + 1]) and bad in found.token_ids
+    check_blocks(llm.engine)
+    [streamed] = [*llm.stream(prompts[1], greedy(24, ignore_eos=True))][-1].outputs
+    assert streamed.finish_reason == "abort" and streamed.token_ids == whole[: whole.index(bad) + 1]
+    assert llm.engine.kv.pool.num_free == llm.engine.kv.pool.num_blocks

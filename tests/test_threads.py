@@ -18,6 +18,7 @@ from stepping import greedy
 from zoo import Zoo
 
 from titan import LLM, RequestOutput, SamplingParams
+from titan.core.request import Request
 from titan.core.step import StepPlan
 from titan.core.trees import DraftTree
 from titan.draft.base import NoDrafter
@@ -247,6 +248,28 @@ def test_a_step_that_fails_ends_all_requests_in_flight_and_the_engine_goes_on(ll
     for each, alone in zip(results, expected, strict=True):  # requests that were not in flight yet run as if nothing had been
         assert each is error or each == alone or str(each) == str(ended.value)
     assert [generate(llm, prompt, PARAMS[1]) for prompt in PROMPTS] == expected
+
+
+def test_a_step_that_fails_after_some_have_finished_leaves_the_engine_sound(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rows of the step have ended; the failure strikes at a later one."""
+    params = [greedy(length, ignore_eos=True) for length in (6, 6, 30, 30)]
+    expected = [essence(output) for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+    scheduler = llm.engine.scheduler
+    finished, serve = list[Request](), scheduler.policy.serve
+
+    def fail(request: Request, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        serve(request, num_prompt_tokens, num_output_tokens)
+        finished.extend([request] * request.is_finished)
+        if finished and not request.is_finished and finished[-1] in scheduler.running:
+            patch.undo()
+            raise ValueError("out of luck")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler.policy, "serve", fail)
+        with pytest.raises(ValueError, match="out of luck"):
+            llm.generate(PROMPTS, params, use_tqdm=False)
+    assert [each.finish_reason for each in finished] == ["length"] * len(finished) and finished
+    assert [essence(output) for output in llm.generate(PROMPTS, params, use_tqdm=False)] == expected
 
 
 def test_an_engine_that_a_failed_step_left_damaged_says_so(zoo: Zoo) -> None:

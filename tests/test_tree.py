@@ -141,6 +141,8 @@ def second(**changes: Any) -> list[DraftTree]:
         (second(draft_probs=Q[:, :8]), f"gave draft_probs of shape [2, 8] on cpu at temperature above 0: {MISPLACED}"),
         (second(draft_probs=Q.to("meta")), f"gave draft_probs of shape [2, 9] on meta at temperature above 0: {MISPLACED}"),
         (second(draft_slots=np.array([0, 64, -1])), "gave draft_slots [0, 64, -1]: allowed are -1 to 62"),
+        (second(scores=np.array([-0.5, 7.0, -1.0], np.float32)), "gave scores [-0.5, 7.0, -1.0]: allowed are log-probabilities"),
+        (second(scores=np.array([-0.5, np.nan, -1.0], np.float32)), "gave scores [-0.5, nan, -1.0]: allowed are log-probabilities"),
         (second(draft_slots=np.array([0, -2, -1])), "gave draft_slots [0, -2, -1]: allowed are -1 to 62"),
         (second(token_ids=np.array([1, 2, 2])), "gave draft_probs that are 0 at tokens that were sampled: q must be above 0 there"),
         (second(draft_probs=Q * torch.nan), "gave draft_probs that are 0 at tokens that were sampled"),

@@ -8,7 +8,9 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import cache
+from operator import index
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from tqdm import tqdm
@@ -18,7 +20,7 @@ from titan.adaptive.costs import Costs
 from titan.adaptive.pace import Pace, StepLoad
 from titan.adaptive.profiler import Profiler
 from titan.adaptive.speculation import AdaptiveSpeculation
-from titan.core.checks import check_integer
+from titan.core.checks import check_integer, shown
 from titan.core.growth import GrowthSpec
 from titan.core.host_memory import host_memory
 from titan.core.kv_tensor import KVTensor, Role
@@ -26,7 +28,6 @@ from titan.core.metrics import EngineCounters, EngineMetrics, Percentiles, TierM
 from titan.core.options import EngineConfig, ModelOptions
 from titan.core.out_of_memory import is_out_of_memory
 from titan.core.request import Request
-from titan.core.sole_use import check_unused, use
 from titan.core.step import Acceptance, StepPlan
 from titan.core.step_log import StepLog
 from titan.core.step_times import Stopwatch
@@ -58,6 +59,9 @@ class _Passed(NamedTuple):
     growth: GrowthReport | None
     report: ReviewReport  # of the plan's reviews; of none where they failed
 
+
+_engines: WeakSet[Engine] = WeakSet()
+"""All of this process."""
 
 StepObserver = Callable[[StepPlan, Acceptance], None]
 """Called after a step's verification, while the requests' last tokens are still their roots; must not change anything."""
@@ -98,7 +102,7 @@ class Engine:
         config = self.config
         block_size, max_batch_size = config.memory.block_size, config.schedule.max_batch_size
         self.backend.check_limits(block_size=block_size, max_batch_size=max_batch_size)
-        check_unused(self, "scheduling_policy", config.schedule.scheduling_policy)
+        self._check_unused("scheduling_policy", config.schedule.scheduling_policy)
         is_drafting = config.speculation.speculation != "off" and config.speculation.max_draft_tokens > 0
         self.model_config = model.config
         self.dtype = (
@@ -145,7 +149,7 @@ class Engine:
         self._pace = self._make_pace()
         prefill_limit = None if self._pace is None else self._pace.prefill_limit
         self.scheduler = Scheduler(config.schedule, self.kv, self.counters, prefill_limit=prefill_limit, swap_rule=self._swap_rule)
-        use(self, "scheduling_policy", self.scheduler.policy)
+        _engines.add(self)
 
     @property
     def limits(self) -> Limits:
@@ -313,8 +317,17 @@ class Engine:
         return num_swap_blocks(swap_space, [self.kv.tensors["target"].layout, *own], block_size, swap_space)
 
     def compact_kv_cache(self) -> int:
-        """Move all KV blocks with content to the front, those of a request in a row; return how many moved."""
-        return self.kv.compact(self.scheduler.in_flight)
+        """Move all KV blocks with content to the front, those of a request in a row; return how many moved.
+
+        Raises:
+            Exception: as `KVCache.compact`.
+        """
+        try:
+            return self.kv.compact(self.scheduler.in_flight)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self._give_up_kv("compact_kv_cache() was interrupted")
+            raise
 
     def resize_kv_cache(self, num_blocks: int) -> None:
         """Give the KV cache this many blocks, between steps; requests in flight continue.
@@ -335,12 +348,13 @@ class Engine:
             try:
                 self._attach_to_drafter(tensors)
                 self.kv.compact(requests, tensors)
+                self.runner = runner
             except BaseException as error:
-                self._return_cache()
-                if not isinstance(error, Exception):  # an interrupt, which may have struck while blocks of the target moved
+                if not isinstance(error, Exception):
+                    self.runner = self.backend.prepare(self._target, self.kv.tensors["target"], self._pass_limits, self.passes)
                     self._give_up_kv(f"resize_kv_cache({num_blocks}) was interrupted")
+                self._return_cache()
                 raise
-            self.runner = runner
 
     def _return_cache(self) -> None:
         """Attach the cache that stays to the drafter again; one that does not take it might write past its end, and is let go."""
@@ -355,9 +369,11 @@ class Engine:
             warnings.warn(message, RuntimeWarning, stacklevel=4)
 
     def _give_up_kv(self, reason: str) -> None:
-        for request in self.scheduler.in_flight:
+        """End all requests, since nothing is known of the cache any more: the interrupt may have struck while blocks moved."""
+        requests = self.scheduler.in_flight
+        self.kv.lose_content(requests)
+        for request in requests:
             self.scheduler.abort(request, reason)
-        self.kv.forget_cached()
 
     def _attach_to_drafter(self, tensors: Mapping[Role, KVTensor]) -> None:
         if isinstance(self.drafter, CachingDrafter) and "draft" in tensors:
@@ -421,15 +437,23 @@ class Engine:
 
     def _open_drafter(self, draft: DraftSpec) -> Callable[[], Drafter]:
         if isinstance(draft, CachingDrafter):
-            check_unused(self, "draft_model", draft)
+            self._check_unused("draft_model", draft)
         return open_drafter(draft, self.config.model, self._draft_context())
+
+    def _check_unused(self, name: str, value: object) -> None:
+        """Refuse what keeps the state of another engine: a policy, or a drafter with a cache, which is that one's."""
+        if any(value is each.drafter or value is each.scheduler.policy for each in _engines if each is not self):
+            raise ValueError(
+                f"{name}={shown(value)} is in use by another LLM, whose state it keeps: allowed is one for each, or this one once "
+                f"the other LLM is deleted or has swapped it away"
+            )
 
     def _use_drafter(self, drafter: Drafter) -> None:
         """Propose with a drafter from now on; whatever raises, the current one stays."""
         kv: KVTensor | None = None
         lookahead: Lookahead = _only_the_drafts
         if isinstance(drafter, CachingDrafter) and drafter.kv is not None:
-            check_unused(self, "draft_model", drafter)  # it may come from a factory
+            self._check_unused("draft_model", drafter)  # it may come from a factory
             kv = KVTensor(drafter.kv, self.kv.num_blocks, self.kv.block_size, self.backend.device)
             drafter.attach(kv)
             lookahead = _lookahead_of(drafter)
@@ -440,7 +464,6 @@ class Engine:
         else:
             self.kv.attach("draft", kv)
         self.drafter, self._lookahead = drafter, lookahead
-        use(self, "draft_model", drafter)
         self._max_draft_tokens, self.adaptive = max_draft_tokens, adaptive
 
     def _make_adaptive(self, drafter: Drafter, max_draft_tokens: int) -> AdaptiveSpeculation | None:
@@ -546,7 +569,7 @@ def _lookahead_of(drafter: CachingDrafter) -> Lookahead:
         if not any(budgets):
             return budgets
         rows = zip(requests, budgets, strict=True)
-        return answer_of(drafter, lambda: [drafter.lookahead(*row) if row[1] else 0 for row in rows], budgets)
+        return answer_of(drafter, lambda: [index(drafter.lookahead(*row)) if row[1] else 0 for row in rows], budgets)
 
     return lookahead
 

@@ -26,6 +26,7 @@ from titan.engine import Engine
 from titan.models.loader import load_tokenizer, resolve_model
 from titan.prompts import Prompt, read_prompt, shown_prompt
 from titan.schedule.admission import check_request, check_token_ids
+from titan.schedule.stopping import abort_if_unreadable
 from titan.step_loop import StepLoop
 
 BAR_INTERVAL_S = 0.1
@@ -223,12 +224,13 @@ class FrontEnd:
         return IncrementalDetokenizer(self.tokenizer, prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
 
     def _completion(self, request: Request) -> CompletionOutput:
-        reason = request.finish_reason
         token_ids = request.output_token_ids
         detokenizer = request.detokenizer
         if detokenizer is None and self.tokenizer is not None and request.params.detokenize:
-            detokenizer = self._make_detokenizer(request.prompt_token_ids, request.params)
-            detokenizer.finish(request.text_token_ids)
+            with abort_if_unreadable(request):
+                detokenizer = self._make_detokenizer(request.prompt_token_ids, request.params)
+                detokenizer.finish(request.text_token_ids)
+        reason = request.finish_reason
         logprobs, cumulative_logprob = request.logprobs, None
         if logprobs is not None:
             self._decode_logprobs(logprobs, request.params)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from threading import Lock, get_ident
@@ -23,6 +24,7 @@ class _Caller:
     woken: SimpleQueue[None] = field(default_factory=SimpleQueue)
     answer: Any = None
     error: Exception | None = None  # raised instead of an answer
+    has_left: bool = False  # with an answer, or interrupted
 
     @property
     def is_answered(self) -> bool:
@@ -124,6 +126,9 @@ class StepLoop:
                 "an LLM cannot be called from inside its own step, by a logits processor, an observer or a drafter: call it "
                 "when generate() has returned, or between the outputs of stream()"
             )
+        self._check_damage()
+
+    def _check_damage(self) -> None:
         if self._damage is not None:
             raise RuntimeError(f"the engine cannot be used any more, make another LLM; a step failed: {self._damage}")
 
@@ -137,6 +142,7 @@ class StepLoop:
                 if not self._lead(lambda: self._step_for(caller)):
                     caller.woken.get()
         finally:
+            caller.has_left = True
             self._callers.pop(caller, None)
             self._hand_over()
         if caller.error is not None:
@@ -159,6 +165,7 @@ class StepLoop:
     def _step_for(self, own: _Caller) -> None:
         """Step until there is an answer for a caller; wake the others when there is one for them."""
         while True:
+            self._check_damage()
             self._abort_abandoned()
             has_answered = False
             for caller in tuple(self._callers):
@@ -174,9 +181,15 @@ class StepLoop:
                 return
             if has_answered and not self.engine.scheduler.has_unfinished:
                 continue  # one of them may have ended what another waits for
-            first = next(iter(self._callers))  # another one is asked first next time, and may queue its requests
-            self._callers[first] = self._callers.pop(first)
+            first, *_ = tuple(self._callers)  # at once: another thread may come or leave
+            self._put_last(first)  # another one is asked first next time, and may queue its requests
             self._step()
+
+    def _put_last(self, caller: _Caller) -> None:
+        self._callers.pop(caller, None)
+        self._callers[caller] = None
+        if caller.has_left:  # just now, in its own thread
+            self._callers.pop(caller, None)
 
     def _step(self) -> None:
         """Step; end all requests if that fails, since nothing tells what it left half done."""
@@ -186,14 +199,12 @@ class StepLoop:
         try:
             self.engine.step()
         except BaseException as error:
-            reason = f"{type(error).__name__}: {error}"
-            try:
-                for request in scheduler.in_flight:
-                    self._ended[request] = reason
-                    scheduler.abort(request, reason)
+            reason = self._damage = f"{type(error).__name__}: {error}"  # until all is seen to be in order
+            self._ended |= {request: reason for request in scheduler.in_flight if not request.is_finished}
+            with suppress(Exception):  # whatever it is, the error that is raised came before
+                scheduler.end_all(reason)
                 self.engine.kv.check([])
-            except Exception:  # noqa: BLE001 - whatever it is, the error that is raised came before
-                self._damage = reason
+                self._damage = None
             raise
 
     def _abandon(self, requests: Sequence[Request]) -> None:
@@ -208,6 +219,7 @@ class StepLoop:
         scheduler = self.engine.scheduler
         while self._abandoned:
             request = self._abandoned.popleft()
+            self._ended.pop(request, None)
             if request in scheduler.running or request in scheduler.waiting:
                 scheduler.abort(request)
 

@@ -45,8 +45,8 @@ class TorchCache:
     def gather_blocks(self, source: KVTensor, target: KVTensor, block_ids: Ints) -> None:
         [ids] = self._upload([block_ids])
         is_same = source is target
-        for olds, news in zip(source.groups, target.groups, strict=True):
-            room = olds.new_empty(len(ids) if is_same else 0, *olds.shape[2:])
+        rooms = [group.new_empty(len(ids) if is_same else 0, *group.shape[2:]) for group in source.groups]  # before anything moves
+        for olds, news, room in zip(source.groups, target.groups, rooms, strict=True):
             for old, new in zip(olds, news, strict=True):  # of a layer
                 gathered = torch.index_select(old, 0, ids, out=room if is_same else new[: len(ids)])
                 if is_same:

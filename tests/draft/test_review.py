@@ -210,14 +210,25 @@ def test_requests_are_reviewed_instead_of_drafting_and_may_fail_to_be(zoo: Zoo, 
             assert run_all(engine, PROMPTS, [greedy(60, ignore_eos=True)] * len(PROMPTS)) == expected
 
 
-@pytest.mark.parametrize("question", ["num_reviewable", "stops_early", "lookahead"])
-def test_a_drafter_that_fails_to_answer_costs_no_request(zoo: Zoo, question: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("question", "answer", "reason"),
+    [
+        *(
+            (name, Mock(side_effect=KeyError(name)), f"KeyError: '{name}'")
+            for name in ("num_reviewable", "stops_early", "lookahead")
+        ),
+        ("lookahead", Mock(return_value=None), "TypeError: 'NoneType' object cannot be interpreted as an integer"),
+    ],
+)
+def test_a_drafter_that_fails_to_answer_costs_no_request(
+    zoo: Zoo, question: str, answer: Mock, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Machine(monkeypatch, {0: 0.05}, target=lambda rows: 1.0 + 0.01 * rows)
     params = [greedy(12, ignore_eos=True)] * len(PROMPTS)
     expected = [zoo.greedy("llama", prompt, 12, ignore_eos=True) for prompt in PROMPTS]
-    monkeypatch.setattr(DraftModelDrafter, question, Mock(side_effect=KeyError(question)))
+    monkeypatch.setattr(DraftModelDrafter, question, answer)
     engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **AMPLE | {"speculation": "adaptive", "draft_tree": "auto"})
-    with pytest.warns(RuntimeWarning, match=f"failed, which costs drafts and no request: KeyError: '{question}'"):
+    with pytest.warns(RuntimeWarning, match=f"failed, which costs drafts and no request: {reason}"):
         assert run_all(engine, PROMPTS, params) == expected
 
 

@@ -378,7 +378,11 @@ def _check_tree(
     token_ids = tree.token_ids
     if tree.num_nodes and not 0 <= token_ids.min() <= token_ids.max() < vocab_size:
         raise ValueError(f"the drafter {drafter!r} proposed token ids {token_ids.tolist()}: allowed are 0 to {vocab_size - 1}")
-    slots, probs = tree.draft_slots, tree.draft_probs
+    slots, probs, scores = tree.draft_slots, tree.draft_probs, tree.scores
+    if scores is not None and not (np.isfinite(scores) & (scores <= 0)).all():
+        raise ValueError(
+            f"the drafter {drafter!r} gave scores {scores.tolist()}: allowed are log-probabilities, finite and at most 0"
+        )
     if slots is not None and tree.num_nodes and not -1 <= slots.min() <= slots.max() < num_slots:
         raise ValueError(f"the drafter {drafter!r} gave draft_slots {slots.tolist()}: allowed are -1 to {num_slots - 1}")
     if probs is None:

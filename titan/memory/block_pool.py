@@ -28,9 +28,13 @@ class BlockPool:
     def __init__(self, num_blocks: int, enable_caching: bool) -> None:
         if num_blocks < 0:
             raise ValueError(f"num_blocks={num_blocks} is too small: at least 0 is needed")
-        self.num_blocks = num_blocks
         self.enable_caching = enable_caching
         self.num_evicted = 0  # cached blocks that were allocated to somebody else, since the start
+        self.reset(num_blocks)
+
+    def reset(self, num_blocks: int) -> None:
+        """Have this many blocks, all of them blank, whatever was before."""
+        self.num_blocks = num_blocks
         self.draft_epochs = [-1] * num_blocks  # epoch of the draft whose KV is valid in the block, -1 = none
         self._ref_counts = [0] * num_blocks
         self._blank = bytearray(b"\1") * num_blocks  # by block: whether it is free and not cached

@@ -320,6 +320,7 @@ class KVCache:
         """
         tensors = self._tensors if tensors is None else tensors
         num_blocks = tensors["target"].num_blocks
+        self.await_copies()
         new_ids = self.pool.new_ids(num_blocks, [request.block_ids for request in requests])
         num_moved = sum(old != new for old, new in new_ids.items())
         if num_moved or tensors is not self._tensors:
@@ -337,6 +338,16 @@ class KVCache:
         self._new_block_ids = {new_ids[block_id] for block_id in self._new_block_ids if block_id in new_ids}
         self._new_to_draft = {new_ids[block_id] for block_id in self._new_to_draft if block_id in new_ids}
         return num_moved
+
+    def lose_content(self, requests: Iterable[Request]) -> None:
+        """Forget what the blocks of the attached caches hold, and whose they are; these unfinished requests then have none.
+
+        For when `compact` was interrupted, wherever that struck.
+        """
+        for request in requests:
+            request.release()
+        self.pool.reset(self._tensors["target"].num_blocks)
+        self._new_block_ids, self._new_to_draft = set(), set()
 
     def resize_swap_space(self, num_blocks: int, requests: Iterable[Request]) -> None:
         """Give the swap space another number of blocks; what these unfinished requests have there will be computed again."""

@@ -24,7 +24,7 @@ from titan.schedule.heap import Heap
 from titan.schedule.policies.registry import create_policy
 from titan.schedule.preemption import SwapRule
 from titan.schedule.service import ServiceLog
-from titan.schedule.stopping import append_tokens
+from titan.schedule.stopping import abort_if_unreadable, append_tokens
 
 Lookahead = Callable[[Sequence[Request], Sequence[int]], Sequence[int]]
 """Returns the slots after the root of each request that drafting these many nodes would like to write: at least as many, more for a
@@ -118,11 +118,21 @@ class Scheduler:
             return
         self._finish(request)
 
+    def end_all(self, error: str) -> None:
+        """End all requests after a step that failed, those that it had finished with what they have."""
+        for request in self.in_flight:
+            if request.is_finished:
+                self.running.remove(request)
+                self._finish(request)
+            else:
+                self.abort(request, error)
+
     def expire(self) -> list[Request]:
         """Abort the requests that have not finished within their ``timeout_s``, and return them."""
         expired = []
         while self._expiries and (entry := self._expiries.top())[1] <= self.clock():
             request = entry[0]
+            self._expiries.remove(request)  # also of one that an interrupt has left neither waiting nor running
             self.abort(
                 request,
                 f"timeout_s={request.terms.timeout_s:g} is over: the request has {request.num_output_tokens} tokens of output and "
@@ -317,14 +327,14 @@ class Scheduler:
                 proposed += own[0]
                 accepted += own[1]
             if error is not None and not request.is_finished:  # after a stop it does not matter
-                self.abort(request, error)
-                continue
-            request.commit(plan.num_tokens[i] + len(path))
-            self.kv.roll_back(request)
-            self.kv.cache_full_blocks(request)
-        finished = [request for request in changed if request.is_finished and request.finish_reason is not FinishReason.ABORT]
+                request.finish_reason, request.error = FinishReason.ABORT, error
+            if request.finish_reason is not FinishReason.ABORT:
+                request.commit(plan.num_tokens[i] + len(path))
+                self.kv.roll_back(request)
+                self.kv.cache_full_blocks(request)
+        finished = [request for request in changed if request.is_finished]
         if finished:
-            changed += self._share_prompts(finished)
+            changed += self._share_prompts([each for each in finished if each.finish_reason is not FinishReason.ABORT])
             self.running = [request for request in self.running if not request.is_finished]
             for request in finished:
                 self._finish(request)
@@ -433,15 +443,16 @@ class Scheduler:
 
     def _finish(self, request: Request) -> None:
         """Release what a request held that is neither waiting nor running any more."""
-        if request.detokenizer is not None and not isinstance(request.stop_reason, str):
-            request.detokenizer.finish()  # text truncated at a stop string is already complete
         if request in self._expiries:
             self._expiries.remove(request)
         self.counters.num_finished_requests += 1
         request.metrics.finished_time = self.clock()
         self.kv.free(request)
-        self.policy.end(request)
         self.service.end(request)
+        if request.detokenizer is not None and not isinstance(request.stop_reason, str):
+            with abort_if_unreadable(request):
+                request.detokenizer.finish()  # text truncated at a stop string is already complete
+        self.policy.end(request)
 
 
 def _count(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from titan.core.request import Detokenizer, FinishReason, Request
 
@@ -10,7 +11,7 @@ from titan.core.request import Detokenizer, FinishReason, Request
 def append_tokens(request: Request, token_ids: Sequence[int]) -> int:
     """Append emitted tokens until one of them ends the request; the rest is dropped.
 
-    Sets ``finish_reason`` and ``stop_reason`` of the request when it ends.
+    Sets ``finish_reason`` and ``stop_reason`` of the request when it ends, or ``error`` if its tokenizer fails.
 
     Returns:
         How many tokens were appended.
@@ -27,8 +28,9 @@ def append_tokens(request: Request, token_ids: Sequence[int]) -> int:
             _stop_at_token(request, token_id)
         elif request.detokenizer is not None:
             num_old_characters = len(request.detokenizer.text)
-            request.detokenizer.append(token_id)
-            if may_stop:
+            with abort_if_unreadable(request):
+                request.detokenizer.append(token_id)
+            if may_stop and not request.is_finished:
                 _stop_at_string(request, request.detokenizer, num_old_characters)
         if count == num_left and not request.is_finished:
             request.finish_reason = FinishReason.LENGTH
@@ -37,13 +39,24 @@ def append_tokens(request: Request, token_ids: Sequence[int]) -> int:
     return len(token_ids)
 
 
+@contextmanager
+def abort_if_unreadable(request: Request) -> Iterator[None]:
+    """End a request, and no other, where its tokenizer fails; the text is what it was."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - a tokenizer may be code of the model's
+        request.finish_reason = FinishReason.ABORT
+        request.error = f"the tokenizer cannot decode its tokens: {type(error).__name__}: {error}"
+
+
 def _stop_at_token(request: Request, token_id: int) -> None:
     """End a request at a stop token, whose own text is like that of a stop string."""
     params = request.params
     request.finish_reason = FinishReason.STOP
     request.stop_reason = token_id if token_id in (params.stop_token_ids or ()) else None
     if request.detokenizer is not None and params.include_stop_str_in_output:
-        request.detokenizer.append(token_id)
+        with abort_if_unreadable(request):
+            request.detokenizer.append(token_id)
 
 
 def _stop_at_string(request: Request, detokenizer: Detokenizer, num_old_characters: int) -> None:
