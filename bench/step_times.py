@@ -50,7 +50,7 @@ class TimedSteps:
 @contextmanager
 def step_times(engine: Engine) -> Iterator[TimedSteps]:
     """Collect the times of an engine's steps as long as the context lasts."""
-    times, note, propose = TimedSteps(), engine._log.note, engine._propose
+    times, note, propose = TimedSteps(), engine._log.note, engine.drafting.propose
 
     def note_and_keep(end: float, parts: StepTimes, *rest: Any) -> None:
         times.steps.append(parts)
@@ -62,7 +62,7 @@ def step_times(engine: Engine) -> Iterator[TimedSteps]:
             times.growths.append(trees.growth)
         return trees
 
-    with patch.object(engine._log, "note", note_and_keep), patch.object(engine, "_propose", propose_and_keep):
+    with patch.object(engine._log, "note", note_and_keep), patch.object(engine.drafting, "propose", propose_and_keep):
         yield times
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import cache
-from operator import index
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -23,7 +22,7 @@ from titan.adaptive.speculation import AdaptiveSpeculation
 from titan.core.checks import check_integer, shown
 from titan.core.growth import GrowthSpec
 from titan.core.host_memory import host_memory
-from titan.core.kv_tensor import KVTensor, Role
+from titan.core.kv_tensor import KVTensor
 from titan.core.metrics import EngineCounters, EngineMetrics, Percentiles, TierMetrics, ratio
 from titan.core.options import EngineConfig, ModelOptions
 from titan.core.out_of_memory import is_out_of_memory
@@ -31,9 +30,9 @@ from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.core.step_log import StepLog
 from titan.core.step_times import Stopwatch
-from titan.core.trees import DraftTrees, GrowthReport, TreeLimits
-from titan.draft.base import CachingDrafter, DraftContext, Drafter, ModelDrafter, NoDrafter, ReviewingDrafter, ReviewReport
-from titan.draft.faults import answer_of
+from titan.core.trees import GrowthReport
+from titan.draft.base import CachingDrafter, DraftContext, Drafter, NoDrafter, ReviewReport
+from titan.draft.drafting import Drafting
 from titan.draft.labels import note_review, note_verification
 from titan.draft.registry import DraftSpec, open_drafter
 from titan.execute.batch import split_logits, target_batch
@@ -47,7 +46,7 @@ from titan.models.config import ModelConfig
 from titan.models.loader import Checkpoint, how_it_runs, load_model, resolve_dtype
 from titan.schedule.admission import Limits
 from titan.schedule.preemption import SwapRule
-from titan.schedule.scheduler import Lookahead, Scheduler
+from titan.schedule.scheduler import Scheduler
 from titan.verify.accept import collect, launch
 from titan.verify.logprobs import prompt_logprobs
 
@@ -156,12 +155,18 @@ class Engine:
         """Limits of requests."""
         return Limits(self.model_config.vocab_size, self.max_model_len, self.kv.num_blocks, self.kv.block_size)
 
+    @property
+    def drafter(self) -> Drafter:
+        """The current drafter."""
+        return self.drafting.drafter
+
     def step(self) -> list[Request]:
         """Run one step and return the requests whose output changed."""
         watch = Stopwatch(time.perf_counter)
         adaptive, expired = self.adaptive, self.scheduler.expire()
         with self.backend.active(), torch.inference_mode():
-            plan = self.scheduler.schedule(self._max_draft_tokens if adaptive is None else adaptive.num_reserved, self._lookahead)
+            num_drafts = self._max_draft_tokens if adaptive is None else adaptive.num_reserved
+            plan = self.scheduler.schedule(num_drafts, self.drafting.lookahead)
             if not plan.requests:
                 return expired
             watch.times.schedule += watch.lap()
@@ -203,7 +208,7 @@ class Engine:
             self.backend.seconds_between([self.backend.mark()])  # what the device is still at is no part of this step's passes
             watch.times.backlog += watch.lap()
         marks = [self.backend.mark()]
-        trees, report = self._propose(plan), self._review(plan)
+        trees, report = self.drafting.propose(plan), self.drafting.review(plan)
         marks.append(self.backend.mark())
         batch = target_batch(plan, trees, block_size=self.kv.block_size)
         marks.append(self.backend.mark())
@@ -230,7 +235,7 @@ class Engine:
         adaptive, times = self.adaptive, watch.times
         for observe in self.observers:
             observe(plan, acceptance)
-        answer_of(self.drafter, lambda: self.drafter.commit(plan, acceptance), None)
+        self.drafting.commit(plan, acceptance)
         note_verification(plan, acceptance, growth, None if adaptive is None else adaptive.controller.fleet)
         if adaptive is not None:
             for i, review in zip(plan.reviews, report.reviews, strict=False):
@@ -246,37 +251,6 @@ class Engine:
         if self._pace is not None and load is not None and not plan.reviews:  # what such a step takes says little of others
             self._pace.note(load, acceptance.trees.num_nodes, times.recurring, times.target)
         return changed
-
-    def _propose(self, plan: StepPlan) -> DraftTrees:
-        nothing = DraftTrees.empty(len(plan.requests), self.backend.device)
-        if plan.is_plain:
-            return nothing
-        may_sample = [not request.params.is_greedy for request in plan.requests]
-        limits = TreeLimits(plan.draft_budgets, may_sample, plan.num_slots)
-
-        def propose() -> DraftTrees:
-            return DraftTrees.of(
-                self.drafter.propose(plan),
-                limits,
-                drafter=self.drafter.name,
-                vocab_size=self.model_config.vocab_size,
-                upload=self.backend.upload,
-                device=self.backend.device,
-            )
-
-        return answer_of(self.drafter, propose, nothing)
-
-    def _review(self, plan: StepPlan) -> ReviewReport:
-        drafter, nothing = self.drafter, ReviewReport(())
-        if not plan.reviews or not isinstance(drafter, ReviewingDrafter):
-            return nothing
-
-        def review() -> ReviewReport:
-            report = drafter.review([plan.requests[i] for i in plan.reviews])
-            report.check(len(plan.reviews))
-            return report
-
-        return answer_of(drafter, review, nothing)
 
     def swap_draft(self, draft: DraftSpec) -> None:
         """Replace the drafter between steps; requests in flight continue, and the new draft catches up with them.
@@ -346,7 +320,8 @@ class Engine:
             }
             runner = self.backend.prepare(self._target, tensors["target"], self._pass_limits, self.passes)
             try:
-                self._attach_to_drafter(tensors)
+                if "draft" in tensors:
+                    self.drafting.attach(tensors["draft"])
                 self.kv.compact(requests, tensors)
                 self.runner = runner
             except BaseException as error:
@@ -359,7 +334,8 @@ class Engine:
     def _return_cache(self) -> None:
         """Attach the cache that stays to the drafter again; one that does not take it might write past its end, and is let go."""
         try:
-            self._attach_to_drafter(self.kv.tensors)
+            if "draft" in self.kv.tensors:
+                self.drafting.attach(self.kv.tensors["draft"])
         except BaseException as error:
             name = self.drafter.name
             self.swap_draft(None)
@@ -374,10 +350,6 @@ class Engine:
         self.kv.lose_content(requests)
         for request in requests:
             self.scheduler.abort(request, reason)
-
-    def _attach_to_drafter(self, tensors: Mapping[Role, KVTensor]) -> None:
-        if isinstance(self.drafter, CachingDrafter) and "draft" in tensors:
-            self.drafter.attach(tensors["draft"])
 
     def _check_resize(self, num_blocks: int, requests: Sequence[Request]) -> None:
         if not self.backend.is_host:
@@ -430,7 +402,7 @@ class Engine:
             recent=self._log.metrics(time.perf_counter(), None if target_cost is None else target_cost.predict),
             draft_coverage=ratio(num_drafted, num_committed) if scheduler.running else None,
             draft=self.drafter.name,
-            draft_vocabulary=self.drafter.shared_vocabulary if isinstance(self.drafter, ModelDrafter) else None,
+            draft_vocabulary=self.drafting.shared_vocabulary,
             graph_hit_rate=self.passes.hit_rate,
             speculation=None if self.adaptive is None else self.adaptive.metrics(mean_draft_tokens),
         )
@@ -451,31 +423,30 @@ class Engine:
     def _use_drafter(self, drafter: Drafter) -> None:
         """Propose with a drafter from now on; whatever raises, the current one stays."""
         kv: KVTensor | None = None
-        lookahead: Lookahead = _only_the_drafts
         if isinstance(drafter, CachingDrafter) and drafter.kv is not None:
             self._check_unused("draft_model", drafter)  # it may come from a factory
             kv = KVTensor(drafter.kv, self.kv.num_blocks, self.kv.block_size, self.backend.device)
             drafter.attach(kv)
-            lookahead = _lookahead_of(drafter)
+        drafting = Drafting(drafter, self.backend, self.model_config.vocab_size)
         max_draft_tokens = min(drafter.max_draft_tokens, self.config.speculation.max_draft_tokens)
-        adaptive = self._make_adaptive(drafter, max_draft_tokens)
+        adaptive = self._make_adaptive(drafting, max_draft_tokens)
         if kv is None:
             self.kv.detach("draft")
         else:
             self.kv.attach("draft", kv)
-        self.drafter, self._lookahead = drafter, lookahead
+        self.drafting = drafting
         self._max_draft_tokens, self.adaptive = max_draft_tokens, adaptive
 
-    def _make_adaptive(self, drafter: Drafter, max_draft_tokens: int) -> AdaptiveSpeculation | None:
+    def _make_adaptive(self, drafting: Drafting, max_draft_tokens: int) -> AdaptiveSpeculation | None:
         options = self.config.speculation
         if options.speculation != "adaptive" or not max_draft_tokens:
             return None
         try:
-            costs = self._measure(drafter, max_draft_tokens)
+            costs = self._measure(drafting.drafter, max_draft_tokens)
         except RuntimeError as error:
             warnings.warn(f"passes could not be measured, so speculation='fixed' is used: {error}", stacklevel=2)
             return None
-        return AdaptiveSpeculation(Controller(costs), drafter, max_draft_tokens, options.speculation_target == "latency")
+        return AdaptiveSpeculation(Controller(costs), drafting, max_draft_tokens, options.speculation_target == "latency")
 
     def _make_pace(self) -> Pace | None:
         max_step_s = self.config.schedule.max_inter_token_s
@@ -558,20 +529,6 @@ def _first_process() -> int:
 def _tier(pool: BlockPool, bytes_per_block: int) -> TierMetrics:
     num_used = pool.num_blocks - pool.num_free
     return TierMetrics(pool.num_blocks, num_used, pool.num_blocks * bytes_per_block, num_used * bytes_per_block)
-
-
-def _only_the_drafts(_: Sequence[Request], budgets: Sequence[int]) -> Sequence[int]:
-    return budgets
-
-
-def _lookahead_of(drafter: CachingDrafter) -> Lookahead:
-    def lookahead(requests: Sequence[Request], budgets: Sequence[int]) -> Sequence[int]:
-        if not any(budgets):
-            return budgets
-        rows = zip(requests, budgets, strict=True)
-        return answer_of(drafter, lambda: [index(drafter.lookahead(*row)) if row[1] else 0 for row in rows], budgets)
-
-    return lookahead
 
 
 def _max_model_len(options: ModelOptions, model_config: ModelConfig) -> int:

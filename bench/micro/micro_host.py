@@ -27,7 +27,7 @@ pytestmark = pytest.mark.benchmark(group="host")
 
 def test_schedule(measure: Measure, stage: Stage) -> None:
     """The plan of a step whose blocks are reserved."""
-    measure(stage.engine.scheduler.schedule, NUM_DRAFT_TOKENS, stage.engine._lookahead)
+    measure(stage.engine.scheduler.schedule, NUM_DRAFT_TOKENS, stage.engine.drafting.lookahead)
 
 
 @pytest.mark.parametrize("policy", SCHEDULING_POLICIES)

@@ -135,8 +135,8 @@ def make_stage(
     """Run the prompts, and the next step up to its verification; the same arguments give the same stage."""
     engine = make_engine(num_requests, seed, draft_tree=draft_tree, temperature=temperature, kv_cache_dtype=kv_cache_dtype)
     with torch.inference_mode():
-        plan = engine.scheduler.schedule(NUM_DRAFT_TOKENS, engine._lookahead)
-        trees = engine._propose(plan)
+        plan = engine.scheduler.schedule(NUM_DRAFT_TOKENS, engine.drafting.lookahead)
+        trees = engine.drafting.propose(plan)
         batch = target_batch(plan, trees, block_size=engine.kv.block_size)
         logits = engine.runner.forward(batch)
         place_nodes(batch)

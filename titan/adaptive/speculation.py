@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import exp, log
@@ -16,8 +15,8 @@ from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.core.step_times import StepTimes
 from titan.core.trees import GrowthReport
-from titan.draft.base import ConfidentDrafter, Drafter, ModelDrafter, ReviewingDrafter, ReviewReport
-from titan.draft.faults import answer_of
+from titan.draft.base import ReviewReport
+from titan.draft.drafting import Drafting
 
 TEMPERATURE_RATE = 1 / 32
 """Weight of one request's temperature, after a step or a token of a review, in the mean that new requests start at."""
@@ -33,14 +32,10 @@ class AdaptiveSpeculation:
     """Applies a controller to the steps of an engine."""
 
     controller: Controller
-    drafter: Drafter
+    drafting: Drafting
     max_nodes: int  # per request
     is_latency: bool = False  # whether a request's tokens count the more, the fewer it gets
     num_reserved: int = 0  # draft tokens of each request for which the next step should reserve room
-    _confident: ConfidentDrafter | None = None
-    _reviewing: ReviewingDrafter | None = None
-    _needs_feeding: bool = True  # whether drafting takes passes over what the drafter has missed
-    _max_len: int = sys.maxsize  # tokens of a request that the draft can be fed
     _log_temperature: float | None = None  # mean over the greedy requests of what their draft's probabilities are compared at
     _rows: list[int] = field(default_factory=list)  # of the plan, those that emit tokens
     _rests: bool = False  # whether the controller rested when it was last asked
@@ -52,13 +47,6 @@ class AdaptiveSpeculation:
         NOTHING,
         Optimum([], 0.0, 0.0),
     )  # of the last step in which some might have drafted
-
-    def __post_init__(self) -> None:
-        self._confident = self.drafter if isinstance(self.drafter, ConfidentDrafter) else None
-        self._reviewing = self.drafter if isinstance(self.drafter, ReviewingDrafter) else None
-        self._needs_feeding = isinstance(self.drafter, ModelDrafter)
-        if isinstance(self.drafter, ModelDrafter):
-            self._max_len = self.drafter.max_len
 
     def decide(self, plan: StepPlan) -> None:
         """Set budgets, worths and reviews of a plan's rows."""
@@ -97,7 +85,7 @@ class AdaptiveSpeculation:
         """Whether requests that were decided on may draft as much again, and their trees end where they did."""
         rows = zip(requests, self._decision.most_nodes, self._decision.worths, strict=True)
         return self._decision.is_steady and all(
-            self._most_nodes(request) >= most and self._stops_early(request) == (worth is not None)
+            self._most_nodes(request) >= most and self.drafting.stops_early(request) == (worth is not None)
             for request, most, worth in rows
             if most
         )
@@ -116,25 +104,17 @@ class AdaptiveSpeculation:
         return Candidate(
             history.acceptance,
             self._most_nodes(request),
-            request.num_tokens - request.num_drafted_context if self._needs_feeding else 1,
+            request.num_tokens - request.num_drafted_context if self.drafting.is_fed else 1,
             request.num_remaining_tokens,
-            self._stops_early(request),
+            self.drafting.stops_early(request),
             1 / history.tokens_per_step.value if self.is_latency else 1.0,
             not request.has_transforms,
-            self._num_reviewable(request),
+            self.drafting.num_reviewable(request),
         )
 
     def _most_nodes(self, request: Request) -> int:
         """Return how many nodes a request may draft."""
-        return request.most_drafts(min(self.max_nodes, self._max_len - request.num_tokens))
-
-    def _stops_early(self, request: Request) -> bool:
-        drafter = self._confident
-        return drafter is not None and answer_of(drafter, lambda: drafter.stops_early(request), otherwise=False)
-
-    def _num_reviewable(self, request: Request) -> int | None:
-        drafter = self._reviewing
-        return None if drafter is None else answer_of(drafter, lambda: drafter.num_reviewable(request), otherwise=None)
+        return request.most_drafts(min(self.max_nodes, self.drafting.max_len - request.num_tokens))
 
     def observe(
         self,
