@@ -123,7 +123,10 @@ class Engine:
             config.memory,
             layouts,
             max_batch_size * max_blocks,
-            lambda: self._free_memory(target, config.memory.memory_utilization),
+            lambda: self.backend.memory_for_kv(
+                lambda: run_largest_pass(self.backend, target, config, self._pass_limits, self.max_model_len),
+                config.memory.memory_utilization,
+            ),
             self.backend.free_memory,
         )
         free_memory = host_memory().available
@@ -481,11 +484,6 @@ class Engine:
             backend=backend,
             prepare=prepare,
             tokenizer=self._tokenizer,
-        )
-
-    def _free_memory(self, target: Model, utilization: float | None) -> int:
-        return self.backend.memory_for_kv(
-            lambda: run_largest_pass(self.backend, target, self.config, self._pass_limits, self.max_model_len), utilization
         )
 
 

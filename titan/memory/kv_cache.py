@@ -7,15 +7,12 @@ path that is not the first nodes of its tree. It is copied to the swap space and
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain, takewhile
-from math import inf
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from titan.core.kv_tensor import KVTensor, Role
@@ -26,9 +23,6 @@ from titan.kernels.interfaces import CacheOps, PathMove
 from titan.memory.block_pool import BlockPool, hash_block, hash_root
 from titan.memory.sizing import block_bytes
 from titan.memory.swap_space import SwapSpace, find_blocks, take_blocks
-
-MAX_MEASURED_BLOCKS, NUM_MEASUREMENTS = 64, 3
-"""How many blocks are copied, and how often, to measure what that takes."""
 
 
 class Prefix(NamedTuple):
@@ -281,25 +275,8 @@ class KVCache:
         self.swap_space.pool.check([request.swapped_block_ids for request in requests])
 
     def measure_copies(self, wait: Callable[[Sequence[Tensor]], object]) -> float:
-        """Return the seconds of copying a block to the swap space and back: the least of a few tries with blocks that are nobody's.
-
-        Args:
-            wait: waits until tensors have been computed.
-        """
-        space = self.swap_space.pool
-        count = min(MAX_MEASURED_BLOCKS, self.pool.num_blank, space.num_blank)
-        block_ids, swapped = self.pool.allocate(count), space.allocate(count)
-        seconds = inf
-        for _ in range(NUM_MEASUREMENTS):
-            start = time.perf_counter()
-            self.swap_space.copy_out(self._tensors, block_ids, swapped)
-            self.swap_space.copy_in(self._tensors, swapped, block_ids)
-            self._ops.await_copies()
-            wait([group[0, block_ids[0], 0, 0, 0].view(torch.uint8) for group in self._tensors["target"].groups])
-            seconds = min(seconds, time.perf_counter() - start)
-        self.pool.release(block_ids[::-1])
-        space.release(swapped[::-1])
-        return seconds / count
+        """Return the seconds of copying a block to the swap space and back; see `SwapSpace.measure_copies`."""
+        return self.swap_space.measure_copies(self._tensors, self.pool, wait)
 
     def compact(self, requests: Sequence[Request], tensors: Mapping[Role, KVTensor] | None = None) -> int:
         """Move all blocks with content to the front of every attached cache, those of a request in a row.

@@ -6,14 +6,20 @@ cached, so that they are found by their hash until the space is needed.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from titan.core.kv_tensor import KVTensor, Role
 from titan.kernels.interfaces import CacheOps
 from titan.memory.block_pool import BlockPool
+
+MAX_MEASURED_BLOCKS, NUM_MEASUREMENTS = 64, 3
+"""How many blocks are copied, and how often, to measure what that takes."""
 
 
 class SwapSpace:
@@ -59,6 +65,30 @@ class SwapSpace:
         if sources:
             for role, kv in tensors.items():
                 self._ops.copy_in(kv, self._blocks[role], np.array(sources), np.array(targets))
+
+    def measure_copies(
+        self, tensors: Mapping[Role, KVTensor], pool: BlockPool, wait: Callable[[Sequence[Tensor]], object]
+    ) -> float:
+        """Return the seconds of copying a block here and back: the least of a few tries with blocks that are nobody's.
+
+        Args:
+            tensors: the caches; the target's is among them.
+            pool: of their blocks.
+            wait: waits until tensors have been computed.
+        """
+        count = min(MAX_MEASURED_BLOCKS, pool.num_blank, self.pool.num_blank)
+        block_ids, swapped = pool.allocate(count), self.pool.allocate(count)
+        seconds = inf
+        for _ in range(NUM_MEASUREMENTS):
+            start = time.perf_counter()
+            self.copy_out(tensors, block_ids, swapped)
+            self.copy_in(tensors, swapped, block_ids)
+            self._ops.await_copies()
+            wait([group[0, block_ids[0], 0, 0, 0].view(torch.uint8) for group in tensors["target"].groups])
+            seconds = min(seconds, time.perf_counter() - start)
+        pool.release(block_ids[::-1])
+        self.pool.release(swapped[::-1])
+        return seconds / count
 
 
 def find_blocks(pool: BlockPool, block_hashes: Sequence[bytes], num_drafted_blocks: int, draft_epoch: int) -> dict[int, int]:
