@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import torch
-
 from titan.core.growth import GrowthSpec
 from titan.core.kv_tensor import KVLayout, KVTensor
 from titan.core.request import Request
@@ -165,8 +163,8 @@ class DraftContext:
     draft_sampling: str
     is_adaptive: bool  # whether plans have worths
     max_num_batched_tokens: int
-    dtype: str | torch.dtype  # of a draft model; "auto" = its checkpoint's
-    kv_cache_dtype: str  # likewise
+    dtype: str  # of a draft model; "auto" = its checkpoint's
+    kv_cache_dtype: str  # of a draft model; "auto" = its own dtype
     backend: Backend
     prepare: Callable[[Any, KVTensor, Sequence[GrowthSpec], int], Runner]
     tokenizer: Any | None  # the target's, a transformers tokenizer

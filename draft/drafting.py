@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Drafting:
-    """Asks a drafter what it can be asked, and checks what it answers; what it raises costs drafts and no request.
+    """Asks a drafter what it can be asked, and checks its trees and reviews; what it raises costs drafts and no request.
 
     Args:
         drafter: of any kind; one with KV has its cache, without which a draft model has no runner yet.

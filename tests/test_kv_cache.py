@@ -296,6 +296,7 @@ def test_compaction_renumbers_what_is_still_to_be_cleared(kv: KVCache, ops: Mock
     kv.free(first)
     ops.reset_mock()
     assert kv.compact([second, third]) == 4
+    assert ops.method_calls[0] == call.await_copies(), "blocks that are still on their way here move, too"
     assert (second.block_ids.tolist(), third.block_ids.tolist()) == ([0, 1], [2, 3])
     caches = [(kv.tensors[role], kv.tensors[role]) for role in ("draft", "target")]
     assert [each.args[:2] for each in ops.gather_blocks.call_args_list] == caches

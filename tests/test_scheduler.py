@@ -458,6 +458,17 @@ def test_a_request_whose_time_is_over_needs_no_room_to_wait_and_ends_in_the_next
     assert world.scheduler.expire() == [late] and late.finish_reason == "abort" and len(world.scheduler.waiting) == 1
 
 
+def test_a_request_that_an_interrupt_has_lost_times_out_once() -> None:
+    """It is neither waiting nor running, and must not stop those that are."""
+    world = World(max_batch_size=1, num_kv_blocks=40)
+    lost = Request(
+        "lost", None, [3], SamplingParams(), 0, 4, frozenset(), RequestMetrics(-5.0), None, terms=RequestTerms(timeout_s=5)
+    )
+    world.scheduler.add(lost)
+    world.scheduler.waiting.clear()
+    assert world.scheduler.expire() == [lost] and world.scheduler.expire() == []
+
+
 def test_finished_requests_leave_and_waiting_ones_join_at_the_next_step() -> None:
     world = World(max_batch_size=2, num_kv_blocks=40)
     short, long, late = (world.add([i], length, ignore_eos=True) for i, length in ((1, 2), (2, 6), (3, 2)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate, pairwise, product
 from typing import Any
 
@@ -130,7 +131,8 @@ def test_every_position_of_a_run_can_be_its_end(zoo: Zoo, make_llm: Make, draft:
         assert (by_token.token_ids, by_token.finish_reason, by_token.stop_reason) == (tokens[:end], "stop", tokens[i])
         with_it = greedy(40, ignore_eos=True, stop_token_ids=[tokens[i]], include_stop_str_in_output=True)
         assert by_token.text == decode(tokens[: end - 1]) and run(llm, with_it).outputs[0].text == decode(tokens[:end])
-        assert [*llm.stream(PROMPT, with_it)][-1].outputs[0].text == decode(tokens[:end])
+        for params, num_shown in ((with_it, end), (replace(with_it, include_stop_str_in_output=False), end - 1)):
+            assert [*llm.stream(PROMPT, params)][-1].outputs[0].text == decode(tokens[:num_shown])
         stop = text[i : i + 1 + i % 5]
         place = text.index(stop)
         by_text = run(llm, greedy(40, ignore_eos=True, stop=["~never~", stop])).outputs[0]
@@ -210,6 +212,9 @@ def test_a_tokenizer_that_fails_costs_its_request(
         return decode(own, token_ids)
 
     monkeypatch.setattr(IncrementalDetokenizer, "_decode", fail)
+    with pytest.warns(UserWarning, match="prompt 0 was not run: .*OverflowError: no such piece"):
+        refused, output = llm.generate([[bad], prompts[0]], greedy(24, ignore_eos=True, stop="~never~", logprobs=1), use_tqdm=False)
+    assert "cannot be read by the tokenizer" in (refused.error or "") and output.outputs == expected[0].outputs
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert [outputs[i].outputs for i in (0, 2, 3)] == [expected[i].outputs for i in (0, 2, 3)]
     [found] = outputs[1].outputs
@@ -223,3 +228,20 @@ def test_a_tokenizer_that_fails_costs_its_request(
     [streamed] = [*llm.stream(prompts[1], greedy(24, ignore_eos=True))][-1].outputs
     assert streamed.finish_reason == "abort" and streamed.token_ids == whole[: whole.index(bad) + 1]
     assert llm.engine.kv.pool.num_free == llm.engine.kv.pool.num_blocks
+
+
+def test_a_token_of_the_logprobs_that_cannot_be_decoded_costs_its_request(make_llm: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, prompts = make_llm(), random_prompts(2, seed=8, max_len=20)
+    params = [greedy(6, ignore_eos=True, logprobs=5), greedy(6, ignore_eos=True)]
+    expected = llm.generate(prompts, params, use_tqdm=False)
+    decode = llm.frontend.tokenizer.decode
+
+    def fail(token_ids: Any, **options: Any) -> str:
+        if not options:  # of a logprob
+            raise OverflowError("no such piece")
+        return str(decode(token_ids, **options))
+
+    monkeypatch.setattr(llm.frontend.tokenizer, "decode", fail)
+    failed, fine = llm.generate(prompts, params, use_tqdm=False)
+    assert failed.outputs[0].finish_reason == "abort" and "OverflowError: no such piece" in (failed.error or "")
+    assert failed.outputs[0].token_ids == expected[0].outputs[0].token_ids and fine.outputs == expected[1].outputs

@@ -35,8 +35,10 @@ def template_options(own: Mapping[str, Any], kwargs: object) -> dict[str, Any]:
     if own["continue_final_message"] and own["add_generation_prompt"]:
         raise ValueError("continue_final_message=True contradicts add_generation_prompt=True: allowed with it is False")
     tools = own["tools"]
-    if not isinstance(tools, list | tuple | None) or not all(isinstance(tool, Mapping) for tool in tools or ()):
-        raise ValueError(f"tools={shown(tools)} is not allowed: it must be a list of dicts, which describe functions, or None")
+    if not isinstance(tools, list | tuple | None) or not all(isinstance(tool, Mapping) or callable(tool) for tool in tools or ()):
+        raise ValueError(
+            f"tools={shown(tools)} is not allowed: it must be a list of functions, or of dicts that describe them, or None"
+        )
     if not isinstance(kwargs, Mapping | None) or not all(isinstance(key, str) for key in kwargs or ()):
         raise ValueError(f"chat_template_kwargs={shown(kwargs)} is not allowed: it must be a dict with names as keys, or None")
     kwargs = kwargs or {}

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import cache
+from threading import RLock
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -20,12 +21,14 @@ from titan.adaptive.pace import Pace, StepLoad
 from titan.adaptive.profiler import Profiler
 from titan.adaptive.speculation import AdaptiveSpeculation
 from titan.core.checks import check_integer, shown
+from titan.core.dtypes import dtype_name
 from titan.core.growth import GrowthSpec
 from titan.core.host_memory import host_memory
 from titan.core.kv_tensor import KVTensor
 from titan.core.metrics import EngineCounters, EngineMetrics, Percentiles, TierMetrics, ratio
 from titan.core.options import EngineConfig, ModelOptions
 from titan.core.out_of_memory import is_out_of_memory
+from titan.core.policy import SchedulingPolicy
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.core.step_log import StepLog
@@ -60,7 +63,8 @@ class _Passed(NamedTuple):
 
 
 _engines: WeakSet[Engine] = WeakSet()
-"""All of this process."""
+"""Those of this process that may have claimed something."""
+_claiming = RLock()
 
 StepObserver = Callable[[StepPlan, Acceptance], None]
 """Called after a step's verification, while the requests' last tokens are still their roots; must not change anything."""
@@ -78,7 +82,7 @@ class Engine:
 
     Raises:
         ValueError: a model cannot be loaded, the draft shares too few of its tokens, the KV cache has no room, or it
-            leaves too little for passes.
+            leaves too little for passes; or another engine uses the policy, or the drafter and its KV.
         RuntimeError: as `check_process`.
     """
 
@@ -92,16 +96,22 @@ class Engine:
     ) -> None:
         check_process()
         self.config = config
+        self._claims: dict[str, object] = {}  # what no other engine may use, by the argument that it was given as
         self.backend = backend or choose_backend(choose_device(config.model.device), config.model.num_threads)
-        with self.backend.active():
-            self._assemble(model, draft, tokenizer)
+        try:
+            with self.backend.active():
+                self._assemble(model, draft, tokenizer)
+        except BaseException:
+            self._claims.clear()
+            raise
 
     def _assemble(self, model: Checkpoint | Model, draft: DraftSpec, tokenizer: Any | None) -> None:
         """Load the models, allocate the caches and connect the parts."""
         config = self.config
         block_size, max_batch_size = config.memory.block_size, config.schedule.max_batch_size
         self.backend.check_limits(block_size=block_size, max_batch_size=max_batch_size)
-        self._check_unused("scheduling_policy", config.schedule.scheduling_policy)
+        if isinstance(policy := config.schedule.scheduling_policy, SchedulingPolicy):
+            self._claim("scheduling_policy", policy)
         is_drafting = config.speculation.speculation != "off" and config.speculation.max_draft_tokens > 0
         self.model_config = model.config
         self.dtype = (
@@ -151,7 +161,6 @@ class Engine:
         self._pace = self._make_pace()
         prefill_limit = None if self._pace is None else self._pace.prefill_limit
         self.scheduler = Scheduler(config.schedule, self.kv, self.counters, prefill_limit=prefill_limit, swap_rule=self._swap_rule)
-        _engines.add(self)
 
     @property
     def limits(self) -> Limits:
@@ -270,10 +279,11 @@ class Engine:
         block_bytes_before = self.kv.bytes_per_block
         with self.backend.active():
             drafter = self._open_drafter(draft)()
-            num_swapped = self._check_room(drafter)
+            num_swapped, claims = self._check_room(drafter), dict(self._claims)
             try:
                 self._use_drafter(drafter)
             except BaseException:
+                self._claims = claims
                 if drafter is self.drafter:  # one that was given again
                     self._return_cache()
                 raise
@@ -329,8 +339,8 @@ class Engine:
                 self.runner = runner
             except BaseException as error:
                 if not isinstance(error, Exception):
-                    self.runner = self.backend.prepare(self._target, self.kv.tensors["target"], self._pass_limits, self.passes)
                     self._give_up_kv(f"resize_kv_cache({num_blocks}) was interrupted")
+                    self.runner = self.backend.prepare(self._target, self.kv.tensors["target"], self._pass_limits, self.passes)
                 self._return_cache()
                 raise
 
@@ -411,13 +421,23 @@ class Engine:
         )
 
     def _open_drafter(self, draft: DraftSpec) -> Callable[[], Drafter]:
-        if isinstance(draft, CachingDrafter):
-            self._check_unused("draft_model", draft)
+        if isinstance(draft, CachingDrafter) and draft.kv is not None:
+            self._check_unclaimed("draft_model", draft)
         return open_drafter(draft, self.config.model, self._draft_context())
 
-    def _check_unused(self, name: str, value: object) -> None:
-        """Refuse what keeps the state of another engine: a policy, or a drafter with a cache, which is that one's."""
-        if any(value is each.drafter or value is each.scheduler.policy for each in _engines if each is not self):
+    def _claim(self, name: str, value: object) -> None:
+        """Take what keeps the state of one engine: a policy, or a drafter with a cache, which is that one's.
+
+        Raises:
+            ValueError: another engine has it.
+        """
+        with _claiming:
+            self._check_unclaimed(name, value)
+            self._claims[name] = value
+            _engines.add(self)
+
+    def _check_unclaimed(self, name: str, value: object) -> None:
+        if any(value is claimed for each in _engines if each is not self for claimed in each._claims.values()):
             raise ValueError(
                 f"{name}={shown(value)} is in use by another LLM, whose state it keeps: allowed is one for each, or this one once "
                 f"the other LLM is deleted or has swapped it away"
@@ -427,7 +447,7 @@ class Engine:
         """Propose with a drafter from now on; whatever raises, the current one stays."""
         kv: KVTensor | None = None
         if isinstance(drafter, CachingDrafter) and drafter.kv is not None:
-            self._check_unused("draft_model", drafter)  # it may come from a factory
+            self._claim("draft_model", drafter)
             kv = KVTensor(drafter.kv, self.kv.num_blocks, self.kv.block_size, self.backend.device)
             drafter.attach(kv)
         drafting = Drafting(drafter, self.backend, self.model_config.vocab_size)
@@ -435,6 +455,7 @@ class Engine:
         adaptive = self._make_adaptive(drafting, max_draft_tokens)
         if kv is None:
             self.kv.detach("draft")
+            self._claims.pop("draft_model", None)
         else:
             self.kv.attach("draft", kv)
         self.drafting = drafting
@@ -479,7 +500,7 @@ class Engine:
             draft_sampling=config.speculation.draft_sampling,
             is_adaptive=config.speculation.speculation == "adaptive",
             max_num_batched_tokens=config.schedule.max_num_batched_tokens,
-            dtype=config.model.draft_dtype or self.dtype,
+            dtype=str(config.model.draft_dtype or dtype_name(self.dtype)),
             kv_cache_dtype=config.memory.draft_kv_cache_dtype,
             backend=backend,
             prepare=prepare,

@@ -6,7 +6,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import count
 from math import inf
@@ -204,7 +204,8 @@ class FrontEnd:
         if self.tokenizer is None:
             raise ValueError(f"prompt={shown(prompt)} is text, and the model has no tokenizer: allowed are token ids")
         _check_characters("prompt", prompt)
-        token_ids: list[int] = self.tokenizer.encode(prompt)
+        with _refusing(prompt):
+            token_ids: list[int] = self.tokenizer.encode(prompt)
         return token_ids
 
     def _encode_bad_words(self, words: Sequence[str]) -> Iterator[tuple[int, ...]]:
@@ -221,7 +222,8 @@ class FrontEnd:
                 yield token_ids
 
     def _make_detokenizer(self, prompt_token_ids: list[int], params: SamplingParams) -> IncrementalDetokenizer:
-        return IncrementalDetokenizer(self.tokenizer, prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
+        with _refusing(prompt_token_ids):
+            return IncrementalDetokenizer(self.tokenizer, prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
 
     def _completion(self, request: Request) -> CompletionOutput:
         token_ids = request.output_token_ids
@@ -230,12 +232,12 @@ class FrontEnd:
             with abort_if_unreadable(request):
                 detokenizer = self._make_detokenizer(request.prompt_token_ids, request.params)
                 detokenizer.finish(request.text_token_ids)
-        reason = request.finish_reason
         logprobs, cumulative_logprob = request.logprobs, None
         if logprobs is not None:
-            self._decode_logprobs(logprobs, request.params)
+            self._decode_logprobs(logprobs, request)
             logprobs = [dict(entry) for entry in logprobs]  # the request goes by its own
             cumulative_logprob = sum(entry[token_id].logprob for token_id, entry in zip(token_ids, logprobs, strict=True))
+        reason = request.finish_reason
         return CompletionOutput(
             request.index,
             "" if detokenizer is None else detokenizer.text,
@@ -250,18 +252,19 @@ class FrontEnd:
         logprobs = request.prompt_logprobs
         if logprobs is None:
             return None
-        self._decode_logprobs([entry for entry in logprobs if entry is not None], request.params)
+        self._decode_logprobs([entry for entry in logprobs if entry is not None], request)
         return [None if entry is None else dict(entry) for entry in logprobs]
 
-    def _decode_logprobs(self, logprobs: list[dict[int, Logprob]], params: SamplingParams) -> None:
+    def _decode_logprobs(self, logprobs: list[dict[int, Logprob]], request: Request) -> None:
         """Fill in the token text of the entries added since the last call."""
-        if self.tokenizer is None or not params.detokenize:
+        if self.tokenizer is None or not request.params.detokenize:
             return
-        for entry in reversed(logprobs):
-            if next(iter(entry.values())).decoded_token is not None:
-                break
-            for token_id, logprob in entry.items():
-                logprob.decoded_token = self.tokenizer.decode([token_id])
+        with abort_if_unreadable(request):
+            for entry in reversed(logprobs):
+                if next(iter(entry.values())).decoded_token is not None:
+                    break
+                for token_id, logprob in entry.items():
+                    logprob.decoded_token = self.tokenizer.decode([token_id])
 
 
 def choose_tokenizer(
@@ -294,6 +297,15 @@ def choose_tokenizer(
     if loaded is None:
         raise ValueError(f"tokenizer={tokenizer!r} has no tokenizer: it must be a folder or hub id with tokenizer.json")
     return loaded
+
+
+@contextmanager
+def _refusing(prompt: str | Sequence[int]) -> Iterator[None]:
+    """Refuse a prompt, and no other of the call, where the tokenizer fails at it."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"prompt={shown(prompt)} cannot be read by the tokenizer: {type(error).__name__}: {error}") from error
 
 
 def _check_characters(name: str, text: str) -> None:

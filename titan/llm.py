@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from os import PathLike, fspath
 from typing import Any, Unpack
@@ -122,7 +122,7 @@ class LLM:
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        tools: Sequence[dict[str, Any]] | None = None,
+        tools: Sequence[dict[str, Any] | Callable[..., Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **terms: Unpack[TermOptions],
     ) -> list[RequestOutput]:
@@ -138,8 +138,8 @@ class LLM:
             chat_template: used in place of the tokenizer's.
             add_generation_prompt: end the prompt with the beginning of an assistant's message.
             continue_final_message: leave the last message open, to be continued; needs ``add_generation_prompt=False``.
-            tools: descriptions of functions, in JSON schema, for the template.
-            chat_template_kwargs: other arguments of the template.
+            tools: descriptions of functions in JSON schema, for the template, or functions, which transformers describes.
+            chat_template_kwargs: arguments of the template other than these.
             terms: as in `generate`.
 
         Raises:
@@ -219,7 +219,7 @@ class LLM:
         """Move all KV blocks with content to the front of the cache, between steps; return how many moved.
 
         Those of a request come to be in a row, which a CPU reads faster: that is what remains of it if the cache is not made
-        smaller afterwards. No tokens change.
+        smaller afterwards. No tokens change. An interrupt ends all requests.
         """
         return self.frontend.loop.between_steps(self.engine.compact_kv_cache)
 

@@ -110,7 +110,7 @@ class Controller:
         self._may_repeat = False  # whether the last step drafted as decided, and the next one may do so, too
         self._estimates = estimate(self.fleet, self.past, (AcceptanceCounts(),))
         self._hoped: list[int] = []
-        self._compared: Sequence[AcceptanceCounts] = ()  # of those candidates, in order
+        self._compared: Sequence[AcceptanceCounts] = ()  # of the candidates of the last comparison
         self._shown_before: list[tuple[float, float]] = []  # of probed requests: their drafts, and the acceptance that these showed
         self._load: Load = Load((), 0, 0)
         self._decision = Decision([], (), ())
@@ -343,18 +343,18 @@ class Controller:
 
     def _age_counts(self, load: Load, decision: Decision, outcomes: Sequence[Outcome]) -> None:
         """Let older drafts count less."""
-        fade = IDLE_FADE ** len(outcomes)
+        fade, reviewed = IDLE_FADE ** len(outcomes), decision.reviewed
         for i, (count, candidate) in enumerate(zip(decision.num_nodes, load.candidates, strict=True)):
-            if not count and i not in decision.reviewed:
+            if not count and i not in reviewed:
                 candidate.counts.fade(fade)
         if decision.is_probe:
-            reviewed = dict(zip(decision.reviewed, outcomes[0].reviewed, strict=False))
+            shares = dict(zip(reviewed, outcomes[0].reviewed, strict=False))
             surprise = 0.0  # mean difference between what a probe showed and what was known before, as far as it was known
             for i, (drafts, acceptance) in zip(decision.probed, self._shown_before, strict=True):
                 num_drafts, shown = self._showing(load.candidates[i].counts)
                 difference = (shown - acceptance) * num_drafts
-                if i in decision.reviewed:
-                    share = reviewed.get(i)
+                if i in reviewed:
+                    share = shares.get(i)
                     difference = 0.0 if share is None else share - acceptance
                 surprise += difference * drafts / (drafts + 1) / len(decision.probed)
             remaining = max(0.01, 1 - abs(surprise))

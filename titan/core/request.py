@@ -110,7 +110,10 @@ class Request:
 
     @property
     def text_token_ids(self) -> list[int]:
-        """Output tokens that are in the text: all but the stop token that ended it, unless ``include_stop_str_in_output``."""
+        """Output tokens whose text the output has: not that of the stop token that ended it, unless ``include_stop_str_in_output``.
+
+        `titan.schedule.stopping` does the same for text that is kept up to date.
+        """
         is_cut = self.finish_reason is FinishReason.STOP and self.token_ids[-1] in self.stop_token_ids
         return self.output_token_ids[: -1 if is_cut and not self.params.include_stop_str_in_output else None]
 

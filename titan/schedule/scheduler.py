@@ -335,8 +335,8 @@ class Scheduler:
         finished = [request for request in changed if request.is_finished]
         if finished:
             changed += self._share_prompts([each for each in finished if each.finish_reason is not FinishReason.ABORT])
-            self.running = [request for request in self.running if not request.is_finished]
             for request in finished:
+                self.running.remove(request)
                 self._finish(request)
         self.counters.num_steps += 1
         self.counters.num_rows += sum(plan.num_tokens) + acceptance.trees.num_nodes

@@ -45,8 +45,8 @@ def abort_if_unreadable(request: Request) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # noqa: BLE001 - a tokenizer may be code of the model's
-        request.finish_reason = FinishReason.ABORT
-        request.error = f"the tokenizer cannot decode its tokens: {type(error).__name__}: {error}"
+        request.finish_reason, request.stop_reason = FinishReason.ABORT, None
+        request.error = request.error or f"the tokenizer cannot decode its tokens: {type(error).__name__}: {error}"
 
 
 def _stop_at_token(request: Request, token_id: int) -> None:
