@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cmath>
 #include <type_traits>
-#include <vector>
 
 #include "linear.h"
 #include "numbers.h"
@@ -76,25 +75,20 @@ void rope_and_write_kv(Member& member, T* qkv, const T* rope_table, const int64_
     member.share(num_tokens, token_size, [&](int64_t token) {
       const T* cos = rope_table + positions[token] * 2 * head_dim;
       const T* sin = cos + head_dim; // its first half is negated
-      static thread_local std::vector<float> buffer;
-      buffer.resize(head_dim);
-      float* rotated = buffer.data();
-      for (int64_t index = 0; index < num_qk_heads; ++index) {
-        T* input = qkv + token * token_size + index * head_dim;
-        if (qk_norm) norm_row(input, qk_norm + index * head_dim, input, head_dim, eps);
+      for (int64_t i = 0; i < num_qk_heads + num_kv_heads; ++i) {
+        T* x = qkv + token * token_size + i * head_dim;
+        if (i < num_qk_heads) {
+          if (qk_norm) norm_row(x, qk_norm + i * head_dim, x, head_dim, eps);
 #pragma omp simd
-        for (int64_t d = 0; d < half; ++d) {
-          const float x = widen(input[d]), y = widen(input[d + half]);
-          rotated[d] = x * widen(cos[d]) + y * widen(sin[d]);
-          rotated[d + half] = y * widen(cos[d + half]) + x * widen(sin[d + half]);
+          for (int64_t d = 0; d < half; ++d) {
+            const float low = widen(x[d]), high = widen(x[d + half]);
+            narrow(low * widen(cos[d]) + high * widen(sin[d]), &x[d]);
+            narrow(high * widen(cos[d + half]) + low * widen(sin[d + half]), &x[d + half]);
+          }
         }
-        if (index < num_heads)
-          copy_row(rotated, head_dim, input);
-        else
-          write_slot<S>(rotated, head_dim, kv, 0, index - num_heads, slots[token], head_dim);
+        if (i < num_heads) continue;
+        write_slot<S>(x, head_dim, kv, i >= num_qk_heads, (i - num_heads) % num_kv_heads, slots[token], head_dim);
       }
-      for (int64_t head = 0; head < num_kv_heads; ++head)
-        write_slot<S>(qkv + token * token_size + (num_qk_heads + head) * head_dim, head_dim, kv, 1, head, slots[token], head_dim);
     });
   });
 }

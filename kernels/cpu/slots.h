@@ -40,17 +40,6 @@ inline void with_stored(const KVLayer& kv, const Work& work) {
 constexpr float kLargestNumber = 127.0f; // of those quantised
 constexpr float kLeastSize = 1e-30f;     // of a row's largest number; smaller ones become zeros
 
-// Copy a row of numbers, rounded to those of the result.
-template <typename X, typename T>
-inline void copy_row(const X* row, int64_t size, T* result) {
-  if constexpr (std::is_same_v<X, T>) {
-    std::memcpy(result, row, size * sizeof(T));
-  } else {
-#pragma omp simd
-    for (int64_t d = 0; d < size; ++d) narrow(row[d], &result[d]);
-  }
-}
-
 // Round numbers to integers up to `most`, below 2^22; return what 1 stands for, NaN if a number is not finite.
 template <typename T, typename Integer>
 inline float round_to_integers(const T* numbers, int64_t count, float most, Integer* integers) {
@@ -78,8 +67,8 @@ inline S* first_block(const KVLayer& kv, int64_t plane, int64_t head) {
 }
 
 // Write a row of `size` numbers, at most head_dim, to its slot of a KV head; the rest of the slot stays.
-template <typename S, typename X>
-inline void write_slot(const X* row, int64_t size, const KVLayer& kv, int64_t plane, int64_t head, int64_t slot, int64_t head_dim) {
+template <typename S, typename T>
+inline void write_slot(const T* row, int64_t size, const KVLayer& kv, int64_t plane, int64_t head, int64_t slot, int64_t head_dim) {
   const int64_t place = slot % kv.block_size;
   S* block = first_block<S>(kv, plane, head) + slot / kv.block_size * kv.block_stride;
   S* numbers = block + place * head_dim;
@@ -87,7 +76,7 @@ inline void write_slot(const X* row, int64_t size, const KVLayer& kv, int64_t pl
     const float scale = round_to_integers(row, size, kLargestNumber, numbers);
     std::memcpy(block + kv.block_size * head_dim + place * sizeof scale, &scale, sizeof scale);
   } else {
-    copy_row(row, size, numbers);
+    std::memcpy(numbers, row, size * sizeof(T));
   }
 }
 
