@@ -16,8 +16,6 @@
 
 extern "C" {
 
-constexpr int64_t kMaxNodes = TITAN_MAX_NODES;
-
 // A tree shape known in advance, see `ShapePlan` of `titan/core/growth.py`. I inner nodes, the root first.
 struct TreeShape {
   int64_t num_nodes;
@@ -91,7 +89,7 @@ struct Growing {
 
 namespace {
 
-// A node that may become part of a beam's tree.
+// A node that may become part of a tree.
 struct Candidate {
   int64_t token;
   float score;
@@ -155,9 +153,8 @@ struct Expanded {
 
 // A tree while it grows.
 struct Growth {
-  std::vector<Candidate> candidates; // of a beam
-  std::vector<Expanded> expanded;
-  std::vector<int64_t> children; // [I, kMaxNodes] of a shape, -1 where there is none
+  std::vector<Candidate> candidates; // a shape's nodes, or a beam's so far
+  std::vector<Expanded> expanded;    // of a beam
 };
 
 // Tokens of all requests that are fed together.
@@ -181,7 +178,7 @@ public:
       : decoder_(decoder), growing_(growing), rows_(growing.num_requests), growths_(growing.num_requests),
         vocab_size_(std::min(decoder.head.num_outputs, growing.target_vocab_size)) {
     for (int64_t i = 0; i < growing.num_requests; ++i)
-      if (const TreeShape* shape = growing.growths[i].shape) growths_[i].children.assign(shape->num_inner * kMaxNodes, -1);
+      if (const TreeShape* shape = growing.growths[i].shape) growths_[i].candidates.resize(shape->num_nodes);
   }
 
   void run() {
@@ -251,12 +248,9 @@ private:
       rows_.tree_starts[i] = growth.root + 1;
       if (const TreeShape* shape = growth.shape) {
         const int64_t size = shape->num_inner;
-        const int64_t *nodes = shape->inner, *depths = nodes + size, *parents = depths + size, *ranks = parents + size;
+        const int64_t *nodes = shape->inner, *depths = nodes + size, *bits = nodes + 4 * size;
         for (int64_t place = 0; place < size; ++place)
-          if (depths[place] == depth) {
-            const int64_t token = mine.children[parents[place] * kMaxNodes + ranks[place]];
-            feed(place, token, nodes[place], ranks[size + place], -kMinusInfinity);
-          }
+          if (depths[place] == depth) feed(place, mine.candidates[nodes[place]].token, nodes[place], bits[place], -kMinusInfinity);
       }
       for (size_t j = 0; j < mine.expanded.size(); ++j) {
         const Expanded& node = mine.expanded[j];
@@ -283,12 +277,10 @@ private:
     for (int64_t row = 0; row < num_rows;) {
       const int64_t request = nodes_[row].request, first = row;
       while (row < num_rows && nodes_[row].request == request) ++row;
-      if (growing_.growths[request].shape) {
-        for (int64_t each = first; each < row; ++each)
-          std::copy_n(&tokens_[each * most], num_children(nodes_[each]), &growths_[request].children[nodes_[each].place * kMaxNodes]);
-      } else {
+      if (const TreeShape* shape = growing_.growths[request].shape)
+        for (int64_t each = first; each < row; ++each) fill(*shape, nodes_[each].place, &tokens_[each * most], growths_[request]);
+      else
         expand(request, depth + 1, first, row, most);
-      }
     }
   }
 
@@ -313,6 +305,18 @@ private:
       std::fill(tokens + std::min(count, vocab_size_), tokens + count, -1);
     } else {
       best_children_row(logits, growth.temperature, tokens, logprobs, count, vocab_size_);
+    }
+  }
+
+  // Give the children of a shape's inner node their tokens; those that no token was left for, and their descendants, are left out.
+  static void fill(const TreeShape& shape, int64_t place, const int64_t* tokens, Growth& mine) {
+    const int32_t parent = static_cast<int32_t>(shape.inner[place]);
+    const bool is_there = parent < 0 || std::isfinite(mine.candidates[parent].score);
+    for (int32_t node = parent + 1; node < shape.num_nodes; ++node) {
+      if (shape.node_parents[node] != place) continue;
+      const int64_t token = tokens[shape.ranks[node]];
+      const float score = is_there && token >= 0 ? 0.0f : kMinusInfinity;
+      mine.candidates[node] = {token, score, parent, shape.inner_rows[1 + node] > 0 ? node : -1};
     }
   }
 
@@ -358,34 +362,17 @@ private:
   void finish(int64_t request) {
     const TreeGrowth& growth = growing_.growths[request];
     const std::vector<Candidate>& found = growths_[request].candidates;
-    const int64_t first = num_nodes_;
-    const int64_t count = growth.shape ? fill_shape(growth, growths_[request], first)
-                                       : select_tree(found.data(), found.size(), growth.max_nodes, first, growing_.nodes);
+    const int64_t first = num_nodes_, count = select_tree(found.data(), found.size(), growth.max_nodes, first, growing_.nodes);
     growing_.counts[growth.row] = count;
     for (int64_t node = 0; node < count; ++node)
       if (growing_.nodes.parents[first + node] != node - 1) growing_.is_chain[growth.row] = false;
-    num_nodes_ += count;
-  }
-
-  // Fill a shape; nodes that no token was left for are left out, and so are their descendants. Return the number of the others.
-  int64_t fill_shape(const TreeGrowth& growth, const Growth& mine, int64_t first) {
-    const TreeShape& shape = *growth.shape;
-    const int64_t first_row = first + growth.row; // each row of the plan before it has a root
-    std::vector<int32_t> places(shape.num_nodes, -1); // of the shape's nodes in the tree
-    int64_t count = 0;
-    if (growth.is_sampled) growing_.draft_rows[first_row] = static_cast<int32_t>(growth.first_inner);
-    for (int64_t node = 0; node < shape.num_nodes; ++node) {
-      const int64_t token = mine.children[shape.node_parents[node] * kMaxNodes + shape.ranks[node]];
-      const int64_t above = shape.inner[shape.node_parents[node]];
-      const int32_t parent = above < 0 ? -1 : places[above];
-      if (token < 0 || (above >= 0 && parent < 0)) continue;
-      const int32_t slot = shape.inner_rows[1 + node] > 0 ? static_cast<int32_t>(node) : -1;
-      write_node(growing_.nodes, first, count, {token, 0, 0, slot}, parent);
-      if (growth.is_sampled)
-        growing_.draft_rows[first_row + 1 + count] = static_cast<int32_t>(growth.first_inner + shape.inner_rows[1 + node]);
-      places[node] = static_cast<int32_t>(count++);
+    if (growth.is_sampled) {
+      int32_t* rows = growing_.draft_rows + first + growth.row; // each row of the plan before it has a root
+      *rows = static_cast<int32_t>(growth.first_inner);
+      for (int64_t node = 0; node < count; ++node) // a leaf's slot is -1
+        rows[1 + node] = *rows + static_cast<int32_t>(growth.shape->inner_rows[1 + growing_.nodes.draft_slots[first + node]]);
     }
-    return count;
+    num_nodes_ += count;
   }
 
   const Decoder& decoder_;

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from titan.core.limits import MAX_NODES
 from titan.core.random import Purpose
 from titan.kernels.cpu.kinds import Kind, cpu_info
 
@@ -34,7 +33,6 @@ FLAGS = (
     "-fPIC",
     "-pthread",
     "-shared",
-    f"-DTITAN_MAX_NODES={MAX_NODES}",
     *(f"-DTITAN_{purpose.name}={purpose.value}" for purpose in Purpose),
 )
 LOG = logging.getLogger(__name__)
