@@ -116,10 +116,9 @@ void forward(const Decoder& decoder, const AttentionPlan& plan, const DecoderPas
       for_parts(num_tokens, kPartRows, [&](int64_t first, int64_t count) {
         T* rows = qkv + first * qkv_size;
         linear<T>(member, layer.qkv, norm(stream + first * size, layer.input_norm, normed, count), count, nullptr, rows, room);
-        if (layer.row_norm)
-          norm_rows(member, rows, qkv_size, static_cast<const T*>(layer.row_norm), q_size, k_size, count, decoder.eps);
         rope_and_write_kv(member, rows, static_cast<const T*>(layer.rope_table), plan.positions + first, pass.slot_mapping + first, layer.kv,
-                          static_cast<const T*>(layer.qk_norm), decoder.eps, count, heads.num_heads, heads.num_kv_heads, heads.head_dim);
+                          static_cast<const T*>(layer.qk_norm), static_cast<const T*>(layer.row_norm), decoder.eps, count,
+                          heads.num_heads, heads.num_kv_heads, heads.head_dim);
       });
       tree_attention(member, plan, layer.attention, items, qkv, qkv_size, layer.kv, attended);
       if (i + 1 == decoder.num_layers && pass.num_rows < num_tokens) { // the other rows have written their KV: they are done

@@ -56,27 +56,21 @@ void add_norm(Member& member, T* x, const T* weight, T* stream, int64_t num_rows
   });
 }
 
-// Apply an RMSNorm to all queries of a token together, and one to all its keys, in place.
-template <typename T>
-void norm_rows(Member& member, T* qkv, int64_t token_size, const T* weight, int64_t q_size, int64_t k_size, int64_t num_tokens, float eps) {
-  member.share(num_tokens, token_size, [&](int64_t token) {
-    T *q = qkv + token * token_size, *k = q + q_size;
-    norm_row(q, weight, q, q_size, eps);
-    norm_row(k, weight + q_size, k, k_size, eps);
-  });
-}
-
+// Either norm may be null: one of each head, and one of all queries of a token together and of all its keys.
 template <typename T, typename W>
 void rope_and_write_kv(Member& member, T* qkv, const T* rope_table, const int64_t* positions, const int64_t* slots, const KVLayer& kv,
-                       const W* qk_norm, float eps, int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim) {
+                       const W* qk_norm, const T* row_norm, float eps, int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads,
+                       int64_t head_dim) {
   const int64_t num_qk_heads = num_heads + num_kv_heads, token_size = (num_qk_heads + num_kv_heads) * head_dim;
-  const int64_t half = head_dim / 2;
+  const int64_t half = head_dim / 2, q_size = num_heads * head_dim, k_size = num_kv_heads * head_dim;
   with_stored<T>(kv, [&]<typename S>(S) {
     member.share(num_tokens, token_size, [&](int64_t token) {
       const T* cos = rope_table + positions[token] * 2 * head_dim;
       const T* sin = cos + head_dim; // its first half is negated
+      T *q = qkv + token * token_size, *k = q + q_size;
+      if (row_norm) norm_row(q, row_norm, q, q_size, eps), norm_row(k, row_norm + q_size, k, k_size, eps);
       for (int64_t i = 0; i < num_qk_heads + num_kv_heads; ++i) {
-        T* x = qkv + token * token_size + i * head_dim;
+        T* x = q + i * head_dim;
         if (i < num_qk_heads) {
           if (qk_norm) norm_row(x, qk_norm + i * head_dim, x, head_dim, eps);
 #pragma omp simd
@@ -159,7 +153,8 @@ void gated_mlp(Team* team, const Weight& gate_up, const Weight& down, const T* x
                                            float eps, int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads,             \
                                            int64_t head_dim) {                                                                 \
     const auto rotate = [&](Member& member, const auto* norm) {                                                                \
-      rope_and_write_kv(member, qkv, rope_table, positions, slots, *kv, norm, eps, num_tokens, num_heads, num_kv_heads, head_dim); \
+      rope_and_write_kv<T>(member, qkv, rope_table, positions, slots, *kv, norm, nullptr, eps, num_tokens, num_heads,          \
+                           num_kv_heads, head_dim);                                                                            \
     };                                                                                                                         \
     run(team, num_tokens * (num_heads + 2 * num_kv_heads) * head_dim, [&](Member& member) {                                    \
       is_wide ? rotate(member, static_cast<const float*>(qk_norm)) : rotate(member, static_cast<const T*>(qk_norm));           \
