@@ -98,12 +98,6 @@ inline Vector sum_lanes(Vector* x) {
   return x[0];
 }
 
-// Swap neighbouring groups of `Half` lanes.
-template <int Half, size_t... I>
-inline Lanes swap_lanes(Lanes x, std::index_sequence<I...>) {
-  return shuffle<(I ^ Half)...>(x, x);
-}
-
 // Order the lanes of two vectors as pairs of one of each: the lower half of the result, then the upper one.
 template <size_t... I>
 inline void interleave(Lanes* a, Lanes* b, std::index_sequence<I...>) {
@@ -115,7 +109,9 @@ inline void interleave(Lanes* a, Lanes* b, std::index_sequence<I...>) {
 // Combine all lanes of a vector by a function of two vectors.
 template <int Half = kLanes / 2, typename Combine>
 inline float reduce(Lanes x, const Combine& combine) {
-  const Lanes both = combine(x, swap_lanes<Half>(x, LaneIndices{}));
+  Lanes y = x;
+  exchange<Half>(&x, &y, LaneIndices{});
+  const Lanes both = combine(x, y);
   if constexpr (Half > 1) return reduce<Half / 2>(both, combine);
   return both[0];
 }
