@@ -12,8 +12,6 @@
 #include "numbers.h"
 #include "slots.h"
 
-extern "C" {
-
 // One ragged batch, the same for all layers and heads. R requests, some of them without queries; T query tokens.
 struct AttentionPlan {
   int64_t num_requests;
@@ -40,7 +38,6 @@ struct AttentionSpec {
   int64_t is_latent;  // whether the cache holds keys only, whose first numbers are the values
   const float* sinks; // [num_heads], or null
 };
-}
 
 namespace {
 

@@ -11,8 +11,6 @@
 #include "team.h"
 #include "working_memory.h"
 
-extern "C" {
-
 struct DecoderLayer {
   // Norms, or null: [hidden_size], of what attention and feed-forward part read, and of what they add to the residual stream;
   // [num_heads + num_kv_heads, head_dim], of each head of queries and keys, or of all queries and of all keys of a token.
@@ -53,7 +51,6 @@ struct DecoderPass {
   const int64_t* slot_mapping; // [T]
   const int64_t* rows;         // [L], ascending
 };
-}
 
 namespace {
 

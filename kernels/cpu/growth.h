@@ -14,8 +14,6 @@
 #include "numbers.h"
 #include "sampling.h"
 
-extern "C" {
-
 // A tree shape known in advance, see `ShapePlan` of `titan/core/growth.py`. I inner nodes, the root first.
 struct TreeShape {
   int64_t num_nodes;
@@ -85,7 +83,6 @@ struct Growing {
   int64_t num_rows;     // of all passes together
   double pass_seconds;  // time of all passes together
 };
-}
 
 namespace {
 

@@ -13,8 +13,6 @@
 
 #include "numbers.h"
 
-extern "C" {
-
 // The cache of a layer; strides are in elements. Of a block, the parts of all planes and KV heads best lie side by side.
 struct KVLayer {
   void* data;
@@ -24,7 +22,6 @@ struct KVLayer {
   int64_t block_size; // slots
   int64_t is_quantised;
 };
-}
 
 namespace {
 

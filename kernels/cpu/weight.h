@@ -6,8 +6,6 @@
 
 #include "numbers.h"
 
-extern "C" {
-
 enum WeightFormat : int64_t { kFloat32 = 0, kFloat16 = 1, kPairs = 2, kCodes = 3, kShortCodes = 4 };
 
 struct Weight {
@@ -18,7 +16,6 @@ struct Weight {
   int64_t num_inputs;
   WeightFormat format;
 };
-}
 
 namespace {
 
