@@ -182,10 +182,11 @@ double residual_row(const float* probs, const float* draft_probs, float scale, f
   return sum_terms(size, [=](int64_t i) { return rest[i] = std::max(probs[i] - scale * draft_probs[i], 0.0f); });
 }
 
-// Compute the probabilities that the draft's most likely token and one sampled from it are accepted.
+// Compute the probabilities that the draft's most likely token and one sampled from it are accepted; they stay if q is not finite.
 void match_rows(const float* probs, const float* draft_probs, float* matches, int64_t size) {
   const int64_t best = argmax_row(draft_probs, size);
-  matches[0] = best < 0 ? std::numeric_limits<float>::quiet_NaN() : probs[best];
+  if (best < 0) return;
+  matches[0] = probs[best];
   matches[1] = static_cast<float>(sum_terms(size, [=](int64_t i) { return std::min(probs[i], draft_probs[i]); }));
 }
 
@@ -287,7 +288,8 @@ int64_t reject_tree(const VerifiedTree<T>& tree, float* matches) {
       probs = tree.probs(reached, room.get());
       draft_probs = tree.sampled_from(reached);
     } else {
-      scale += mass / left, tried += q, rank += 1;
+      if (left > 0) scale += mass / left; // else nothing of q is left to subtract
+      tried += q, rank += 1;
     }
   }
   if (!std::isfinite(probs[0])) return -1;

@@ -191,6 +191,6 @@ class _Tree(NamedTuple):
         if not self.token_ids or self.draft_probs is None:
             return np.nan, np.nan
         p, q = self.probs[0], self.draft_probs[self.draft_rows[0]]
-        if not torch.isfinite(q[0]):  # all places are empty
+        if not torch.isfinite(q.max()):  # nothing was sampled from it: all places are empty
             return np.nan, np.nan
         return float(p[q.argmax()]), float(torch.minimum(p, q).sum())

@@ -392,6 +392,7 @@ def test_requests_without_draft_tokens_sample_as_without_speculation(backend: Ba
     [
         ([0.0, 1.0, 0.0], [1.0, 0.0, 0.0], [0], [], {1}),  # impossible for the target
         ([0.0, 0.5, 0.5], [1.0, 0.0, 0.0], [0, 2], [], {1, 2}),  # q had no mass left for the second child
+        ([0.7, 0.3, 0.0], [0.0, 0.5, 0.5], [2, 1, 0], [], {0}),  # nor for the last one, behind a residual
         ([0.0, 1.0, 0.0], [0.0, 1.0, 0.0], [0], [], {1}),  # impossible for both, and no residual is left
         ([0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [1], [0], {0, 1}),  # the same distribution
         ([0.0, 1.0, 0.0], [0.4, 0.2, 0.4], [2, 1], [1], {1}),  # all that the residual has left
@@ -408,6 +409,17 @@ def test_outcomes_that_are_certain(
     [outcome] = case.by(backend, draft_probs=torch.tensor([q]))
     assert outcome.path == path and outcome.final_token in finals
     assert np.isnan(outcome.match).all() == np.isnan(p).any()
+
+
+@pytest.mark.parametrize("q", [[NAN] * 3, [0.5, NAN, 0.5]])
+def test_a_root_whose_q_is_not_finite_has_no_match(backend: Backend, q: list[float]) -> None:
+    """Nothing is sampled from it: all places are empty."""
+    p = torch.tensor([[0.0, 1.0, 0.0]] * 2, device=backend.device)
+    trees = Case([DraftTree.chain([0], draft_probs=torch.ones(1, 3) / 3)], [p.log()], [PLAIN]).on_device(backend)
+    nodes = trees.nodes._replace(token_ids=trees.nodes.token_ids * 0 - 1, parents=trees.nodes.parents * 0 - 2)
+    trees = replace(trees, nodes=nodes, draft_probs=torch.tensor([q], device=backend.device))
+    result = backend.trees.verify(p.log(), trees, np.array([0]), sampling_rows([PLAIN]))
+    assert result.final_tokens.tolist() == [1] and result.matches is not None and result.matches.isnan().all()
 
 
 def test_a_sampled_node_without_a_distribution_ends_the_path_without_a_token(backend: Backend) -> None:
