@@ -173,10 +173,7 @@ class TreeGrower {
 public:
   TreeGrower(const Decoder& decoder, Growing& growing)
       : decoder_(decoder), growing_(growing), rows_(growing.num_requests), growths_(growing.num_requests),
-        vocab_size_(std::min(decoder.head.num_outputs, growing.target_vocab_size)) {
-    for (int64_t i = 0; i < growing.num_requests; ++i)
-      if (const TreeShape* shape = growing.growths[i].shape) growths_[i].candidates.resize(shape->num_nodes);
-  }
+        vocab_size_(std::min(decoder.head.num_outputs, growing.target_vocab_size)) {}
 
   void run() {
     feed_roots();
@@ -308,6 +305,7 @@ private:
   // Give the children of a shape's inner node their tokens; those that no token was left for, and their descendants, are left out.
   static void fill(const TreeShape& shape, int64_t place, const int64_t* tokens, Growth& mine) {
     const int32_t parent = static_cast<int32_t>(shape.inner[place]);
+    mine.candidates.resize(shape.num_nodes);
     const bool is_there = parent < 0 || std::isfinite(mine.candidates[parent].score);
     for (int32_t node = parent + 1; node < shape.num_nodes; ++node) {
       if (shape.node_parents[node] != place) continue;

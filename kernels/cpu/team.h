@@ -13,8 +13,6 @@
 
 #include <unistd.h>
 
-#include "numbers.h"
-
 namespace {
 
 constexpr int64_t kChunkSize = 16384;   // least elements of a chunk that is worth sharing

@@ -4,8 +4,6 @@
 
 #include <cstdint>
 
-#include "numbers.h"
-
 enum WeightFormat : int64_t { kFloat32 = 0, kFloat16 = 1, kPairs = 2, kCodes = 3, kShortCodes = 4 };
 
 struct Weight {
