@@ -154,4 +154,4 @@ def test_parts_of_a_step_add_up_and_each_pass_of_a_chain_counts_also_if_all_are_
     assert len(times.steps) == 4 and parts["draft passes"] == 3
     assert parts["host"] + parts["draft"] + parts["target"] == pytest.approx(1)
     assert parts["draft"] > 0 and parts["target"] > 0 and parts["draft"] + parts["target"] < 1
-    assert "_propose" not in vars(chain_engine) and "note" not in vars(chain_engine._log)  # nothing is left of the timing
+    assert "propose" not in vars(chain_engine.drafting) and "note" not in vars(chain_engine._log)  # nothing is left of the timing
