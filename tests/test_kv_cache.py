@@ -78,6 +78,17 @@ def test_a_sibling_takes_only_what_is_computed_and_covered_by_the_draft(ops: Moc
     assert second.num_cached_blocks == 0
 
 
+def test_who_needs_logits_of_the_prompt_awaits_no_sibling_for_it(kv: KVCache) -> None:
+    """Such as one that has been preempted: what the sibling computes is of no use to it."""
+    first, second, third = (make_request(range(15)) for _ in range(3))
+    for each in (first, second, third):
+        each.siblings = (first, second, third)
+    first.prompt_logprobs = [None]
+    assert kv.reserve(second, 8)
+    second.commit(8)
+    assert kv.awaits_sibling(third) and not kv.awaits_sibling(first)
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "num_computed", "num_drafted", "computed", "drafted"),
     [(15, 15, 14, 14, 14), (15, 15, 13, 14, 13), (15, 15, 7, 14, 4), (13, 13, 12, 12, 12), (3, 3, 2, 2, 2), (3, 2, 0, 2, 0)],

@@ -142,7 +142,7 @@ class KVCache:
 
     def awaits_sibling(self, request: Request) -> bool:
         """Whether a sibling is computing the prompt, which a request without KV then need not compute."""
-        if request.block_ids or request.is_swapped:
+        if request.block_ids or request.is_swapped or request.prompt_logits(request.num_prompt_tokens):
             return False
         num_computed = [sibling.num_computed_tokens for sibling in request.siblings if sibling.block_ids]
         return bool(num_computed) and max(num_computed) < self._num_common_tokens(request)
