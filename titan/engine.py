@@ -437,7 +437,9 @@ class Engine:
             _engines.add(self)
 
     def _check_unclaimed(self, name: str, value: object) -> None:
-        if any(value is claimed for each in _engines if each is not self for claimed in each._claims.values()):
+        with _claiming:
+            is_claimed = any(value is claimed for each in _engines if each is not self for claimed in each._claims.values())
+        if is_claimed:
             raise ValueError(
                 f"{name}={shown(value)} is in use by another LLM, whose state it keeps: allowed is one for each, or this one once "
                 f"the other LLM is deleted or has swapped it away"
