@@ -78,6 +78,11 @@ class Remembering:
                 layer[:, :, request.block_ids[block], offset] = token_id
 
 
+class Refusing(Remembering):
+    def attach(self, kv: KVTensor) -> None:
+        raise OSError("no cache")
+
+
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("options", [AMPLE, SCARCE], ids=["ample", "scarce"])
 def test_its_kv_is_that_of_the_tokens_whatever_becomes_of_the_blocks(zoo: Zoo, options: dict[str, Any], caching: bool) -> None:
@@ -111,6 +116,10 @@ def test_one_engine_at_a_time_uses_it(zoo: Zoo) -> None:
     with pytest.raises(ValueError, match="is in use by another LLM"):
         second.swap_draft(drafter)
     first.swap_draft(drafter)  # it has it already
+    with pytest.raises(OSError, match="no cache"):
+        first.swap_draft(Refusing({}))
+    with pytest.raises(ValueError, match="is in use by another LLM"):
+        second.swap_draft(drafter)
     first.swap_draft(None)
     second.swap_draft(drafter)
     del second

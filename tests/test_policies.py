@@ -358,4 +358,7 @@ def test_one_engine_at_a_time_uses_a_policy(zoo: Zoo) -> None:
     with pytest.raises(ValueError, match=r"scheduling_policy=.* is in use by another LLM.*allowed is one for each"):
         make_engine(zoo.path("llama"), scheduling_policy=policy)
     del engine
-    make_engine(zoo.path("llama"), scheduling_policy=policy)
+    with pytest.raises(ValueError, match="kv_cache_memory=100") as error:
+        make_engine(zoo.path("llama"), scheduling_policy=policy, kv_cache_memory=100)
+    make_engine(zoo.path("llama"), scheduling_policy=policy)  # of the engine that could not be made, the error keeps what there is
+    assert error.value

@@ -230,9 +230,12 @@ def test_a_tokenizer_that_fails_costs_its_request(
     assert llm.engine.kv.pool.num_free == llm.engine.kv.pool.num_blocks
 
 
-def test_a_token_of_the_logprobs_that_cannot_be_decoded_costs_its_request(make_llm: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm, prompts = make_llm(), random_prompts(2, seed=8, max_len=20)
-    params = [greedy(6, ignore_eos=True, logprobs=5), greedy(6, ignore_eos=True)]
+@pytest.mark.parametrize("kind", ["logprobs", "prompt_logprobs"])
+def test_a_token_of_the_logprobs_that_cannot_be_decoded_costs_its_request(
+    make_llm: Make, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, prompts = make_llm(), random_prompts(2, seed=8, max_len=20)[::-1]
+    params = [greedy(6, ignore_eos=True, **{kind: 5}), greedy(6, ignore_eos=True)]
     expected = llm.generate(prompts, params, use_tqdm=False)
     decode = llm.frontend.tokenizer.decode
 
@@ -243,5 +246,9 @@ def test_a_token_of_the_logprobs_that_cannot_be_decoded_costs_its_request(make_l
 
     monkeypatch.setattr(llm.frontend.tokenizer, "decode", fail)
     failed, fine = llm.generate(prompts, params, use_tqdm=False)
-    assert failed.outputs[0].finish_reason == "abort" and "OverflowError: no such piece" in (failed.error or "")
+    assert "OverflowError: no such piece" in (failed.error or "")
     assert failed.outputs[0].token_ids == expected[0].outputs[0].token_ids and fine.outputs == expected[1].outputs
+    *_, last = llm.stream(prompts[0], params[0], timeout_s=100)
+    assert last.finished and last.outputs[0].finish_reason == "abort" and "no such piece" in (last.error or "")
+    assert not llm.engine.scheduler.has_unfinished and not llm.engine.scheduler._expiries
+    assert llm.engine.kv.pool.num_free == llm.engine.kv.pool.num_blocks

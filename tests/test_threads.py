@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from random import Random
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from stepping import greedy
@@ -227,6 +228,19 @@ def test_a_stream_may_be_abandoned_inside_a_step_and_in_another_thread(llm: LLM)
     assert len(llm.engine.scheduler.running) == 1
     in_threads(streams.clear)
     assert not llm.engine.scheduler.has_unfinished
+
+
+def test_a_policy_that_fails_where_the_first_of_some_requests_ends_costs_no_blocks(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = [greedy(6, ignore_eos=True)] * 4
+    expected = [essence(output) for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+    policy = llm.engine.scheduler.policy
+    with monkeypatch.context() as patch:
+        patch.setattr(policy, "end", Mock(side_effect=[ValueError("out of luck"), *[None] * 3]))
+        with pytest.raises(ValueError, match="out of luck"):
+            llm.generate(PROMPTS, params, use_tqdm=False)
+    assert [essence(output) for output in llm.generate(PROMPTS, params, use_tqdm=False)] == expected
 
 
 @pytest.mark.parametrize("error", [ValueError("out of luck"), KeyboardInterrupt()], ids=repr)

@@ -96,13 +96,13 @@ class Engine:
     ) -> None:
         check_process()
         self.config = config
-        self._claims: dict[str, object] = {}  # what no other engine may use, by the argument that it was given as
+        self._claims: tuple[object, ...] = ()  # what no other engine may use
         self.backend = backend or choose_backend(choose_device(config.model.device), config.model.num_threads)
         try:
             with self.backend.active():
                 self._assemble(model, draft, tokenizer)
         except BaseException:
-            self._claims.clear()
+            self._claims = ()
             raise
 
     def _assemble(self, model: Checkpoint | Model, draft: DraftSpec, tokenizer: Any | None) -> None:
@@ -279,7 +279,7 @@ class Engine:
         block_bytes_before = self.kv.bytes_per_block
         with self.backend.active():
             drafter = self._open_drafter(draft)()
-            num_swapped, claims = self._check_room(drafter), dict(self._claims)
+            num_swapped, claims = self._check_room(drafter), self._claims
             try:
                 self._use_drafter(drafter)
             except BaseException:
@@ -433,12 +433,12 @@ class Engine:
         """
         with _claiming:
             self._check_unclaimed(name, value)
-            self._claims[name] = value
+            self._claims = (*self._claims, value)
             _engines.add(self)
 
     def _check_unclaimed(self, name: str, value: object) -> None:
         with _claiming:
-            is_claimed = any(value is claimed for each in _engines if each is not self for claimed in each._claims.values())
+            is_claimed = any(value is claimed for each in _engines if each is not self for claimed in each._claims)
         if is_claimed:
             raise ValueError(
                 f"{name}={shown(value)} is in use by another LLM, whose state it keeps: allowed is one for each, or this one once "
@@ -457,10 +457,11 @@ class Engine:
         adaptive = self._make_adaptive(drafting, max_draft_tokens)
         if kv is None:
             self.kv.detach("draft")
-            self._claims.pop("draft_model", None)
         else:
             self.kv.attach("draft", kv)
         self.drafting = drafting
+        policy = self.config.schedule.scheduling_policy
+        self._claims = tuple(each for each in self._claims if each is drafter or each is policy)
         self._max_draft_tokens, self.adaptive = max_draft_tokens, adaptive
 
     def _make_adaptive(self, drafting: Drafting, max_draft_tokens: int) -> AdaptiveSpeculation | None:

@@ -26,7 +26,7 @@ from titan.engine import Engine
 from titan.models.loader import load_tokenizer, resolve_model
 from titan.prompts import Prompt, read_prompt, shown_prompt
 from titan.schedule.admission import check_request, check_token_ids
-from titan.schedule.stopping import abort_if_unreadable
+from titan.schedule.stopping import abort_if_unreadable, mark_aborted
 from titan.step_loop import StepLoop
 
 BAR_INTERVAL_S = 0.1
@@ -95,7 +95,7 @@ class FrontEnd:
 
         Raises:
             ValueError: the prompt is none, is empty, too long, has tokens outside the vocabulary, or could never fit the KV cache;
-                or it or its options need a tokenizer, and there is none.
+                or it or its options need a tokenizer, and there is none, or it fails.
         """
         text, token_ids = read_prompt(prompt)
         prompt_token_ids = self._encode(text or "") if token_ids is None else token_ids
@@ -140,6 +140,7 @@ class FrontEnd:
     def output(self, request: Request) -> RequestOutput:
         """Return the current output of a request and its siblings."""
         family = request.family
+        prompt_logprobs = self._prompt_logprobs(family[0])  # first, since it may end the request with an error
         return RequestOutput(
             family[0].request_id,
             request.prompt,
@@ -148,7 +149,7 @@ class FrontEnd:
             all(each.is_finished for each in family),
             merge_metrics([each.metrics for each in family]),
             next((each.error for each in family if each.error is not None), None),
-            self._prompt_logprobs(family[0]),
+            prompt_logprobs,
         )
 
     def _run_all(self, requests: Sequence[Request], use_tqdm: bool) -> None:
@@ -204,7 +205,7 @@ class FrontEnd:
         if self.tokenizer is None:
             raise ValueError(f"prompt={shown(prompt)} is text, and the model has no tokenizer: allowed are token ids")
         _check_characters("prompt", prompt)
-        with _refusing(prompt):
+        with _refusing("prompt", prompt):
             token_ids: list[int] = self.tokenizer.encode(prompt)
         return token_ids
 
@@ -214,7 +215,8 @@ class FrontEnd:
             _check_characters("bad_words", word)
             bare = word.lstrip()
             forms = {word, bare, f" {bare}"} if bare else {word}
-            encoded = {tuple(self.tokenizer.encode(form, add_special_tokens=False)) for form in forms} - {()}  # type: ignore[union-attr]
+            with _refusing("bad_words", word):
+                encoded = {tuple(self.tokenizer.encode(form, add_special_tokens=False)) for form in forms} - {()}  # type: ignore[union-attr]
             if not encoded:
                 raise ValueError(f"bad_words has {shown(word)}, which has no tokens: allowed are words of at least one token")
             for token_ids in sorted(encoded):
@@ -222,7 +224,7 @@ class FrontEnd:
                 yield token_ids
 
     def _make_detokenizer(self, prompt_token_ids: list[int], params: SamplingParams) -> IncrementalDetokenizer:
-        with _refusing(prompt_token_ids):
+        with _refusing("prompt", prompt_token_ids):
             return IncrementalDetokenizer(self.tokenizer, prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
 
     def _completion(self, request: Request) -> CompletionOutput:
@@ -255,11 +257,18 @@ class FrontEnd:
         self._decode_logprobs([entry for entry in logprobs if entry is not None], request)
         return [None if entry is None else dict(entry) for entry in logprobs]
 
+    def _abort(self, request: Request, error: str) -> None:
+        """End a request with an error; of one that still runs, outputs are made between steps."""
+        if request.is_finished:
+            mark_aborted(request, error)
+        else:
+            self.engine.scheduler.abort(request, error)
+
     def _decode_logprobs(self, logprobs: list[dict[int, Logprob]], request: Request) -> None:
         """Fill in the token text of the entries added since the last call."""
         if self.tokenizer is None or not request.params.detokenize:
             return
-        with abort_if_unreadable(request):
+        with abort_if_unreadable(request, self._abort):
             for entry in reversed(logprobs):
                 if next(iter(entry.values())).decoded_token is not None:
                     break
@@ -300,12 +309,12 @@ def choose_tokenizer(
 
 
 @contextmanager
-def _refusing(prompt: str | Sequence[int]) -> Iterator[None]:
-    """Refuse a prompt, and no other of the call, where the tokenizer fails at it."""
+def _refusing(name: str, value: str | Sequence[int]) -> Iterator[None]:
+    """Refuse a prompt, and no other of the call, where the tokenizer fails at it or at its options."""
     try:
         yield
     except Exception as error:
-        raise ValueError(f"prompt={shown(prompt)} cannot be read by the tokenizer: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{name}={shown(value)} cannot be read by the tokenizer: {type(error).__name__}: {error}") from error
 
 
 def _check_characters(name: str, text: str) -> None:

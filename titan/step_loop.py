@@ -85,9 +85,11 @@ class StepLoop:
             del self._to_queue[id(to_queue)]
             to_queue.clear()  # lest a leader that is asking just now queues more
             unfinished = [request for request in requests if not request.is_finished]
-            self._abandon(unfinished)  # a step that fails just now ends them, of which nobody need be told any more
-            for request in requests:
-                self._ended.pop(request, None)
+            try:
+                self._abandon(unfinished)
+            finally:
+                for request in requests:  # a step that failed just now has ended some, of which nobody need be told any more
+                    self._ended.pop(request, None)
 
     def between_steps(self, function: Callable[[], T]) -> T:
         """Call a function before the next step, perhaps in another thread, and return its result.

@@ -73,6 +73,7 @@ inline void write_slot(const T* row, int64_t size, const KVLayer& kv, int64_t pl
     const float scale = round_to_integers(row, size, kLargestNumber, numbers);
     std::memcpy(block + kv.block_size * head_dim + place * sizeof scale, &scale, sizeof scale);
   } else {
+    static_assert(std::is_same_v<S, T>);
     std::memcpy(numbers, row, size * sizeof(T));
   }
 }

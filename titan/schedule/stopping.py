@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from titan.core.request import Detokenizer, FinishReason, Request
@@ -39,14 +39,19 @@ def append_tokens(request: Request, token_ids: Sequence[int]) -> int:
     return len(token_ids)
 
 
+def mark_aborted(request: Request, error: str) -> None:
+    """Let a request end with an error, unless it has one already; whoever calls this, or has, releases what it holds."""
+    request.finish_reason, request.stop_reason = FinishReason.ABORT, None
+    request.error = request.error or error
+
+
 @contextmanager
-def abort_if_unreadable(request: Request) -> Iterator[None]:
+def abort_if_unreadable(request: Request, abort: Callable[[Request, str], None] = mark_aborted) -> Iterator[None]:
     """End a request, and no other, where its tokenizer fails; the text is what it was."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - a tokenizer may be code of the model's
-        request.finish_reason, request.stop_reason = FinishReason.ABORT, None
-        request.error = request.error or f"the tokenizer cannot decode its tokens: {type(error).__name__}: {error}"
+        abort(request, f"the tokenizer cannot decode its tokens: {type(error).__name__}: {error}")
 
 
 def _stop_at_token(request: Request, token_id: int) -> None:
