@@ -55,7 +55,7 @@ LEAST_MORE, MOST_LONGER = 0.01, 4.0
 """Share by which drafting must be expected to lengthen a step for its yield to be noted; and how many times as much, or as little,
 it may then have been."""
 
-LEARNED_TOGETHER = 0.007
+LEARNED_TOGETHER = 0.02
 """Seconds up to which steps that repeat a decision are learned from together, since that takes time, too."""
 
 MAX_FEED = 2.0
