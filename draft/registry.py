@@ -98,7 +98,7 @@ def _check_drafter(drafter: object, spec: object) -> None:
 
 def _check_weight_bits(weight_bits: int, config: ModelConfig, context: DraftContext) -> None:
     """Refuse to round weights that nothing would read in less time."""
-    backend, allowed = context.backend, "allowed is None, and 8 on a CPU with AVX-512, in float32 and bfloat16"
+    backend, allowed = context.backend, "allowed is None, and 8 on a CPU with AVX2 or AVX-512, in float32 and bfloat16"
     if not isinstance(config, DecoderConfig):
         raise ValueError(
             f"draft_weight_bits={weight_bits} is not supported for {config.architecture} in transformers' layers: allowed is None, "

@@ -18,8 +18,13 @@
 #include "weight.h"
 #include "working_memory.h"
 
-#ifdef __AVX512BW__ // AVX2 has too few registers for decoding beside sums
-#define TITAN_HAS_CODES 1
+// The longest codes that products of few rows read in less time than pairs: AVX2 has few registers for decoding beside sums.
+#if defined(__AVX512BW__)
+#define TITAN_CODE_BITS 12
+#elif defined(__AVX2__)
+#define TITAN_CODE_BITS 8
+#else
+#define TITAN_CODE_BITS 0
 #endif
 
 struct RareWeight {
@@ -98,23 +103,37 @@ void unpack_codes(const Weight& weight, int64_t row, T* result) {
   });
 }
 
-#ifdef TITAN_HAS_CODES
+#if TITAN_CODE_BITS > 0
 
-// Decode the weights of half a unit, two pairs of inputs; rare ones are 0.0. The block's palette is in every 16 bytes.
+// Decode the weights of half a unit, two pairs of inputs, for the outputs of one vector; rare ones are 0.0. The block's palette is in
+// every 16 bytes.
 template <int Bits>
-inline void decode_half(const uint8_t* unit, int half, __m512i palette, Words& first, Words& second) {
+inline void decode_half(const uint8_t* unit, int half, Words palette, Words& first, Words& second) {
   constexpr bool kIsShort = Codes<Bits>::kIsShort;
   const Words numbers = load<Words>(unit) >> 4 * half & 0x0f0f0f0fu;
   Words low = load<Words>(unit + (kIsShort ? 1 : 1 + half) * kPartBytes);
   if constexpr (kIsShort) low = low << 4 * (1 - half) & 0xf0f0f0f0u;
-  const __m512i lower = reinterpret<__m512i>(low), upper = _mm512_shuffle_epi8(palette, reinterpret<__m512i>(numbers));
+#ifdef __AVX512BW__
+  const __m512i lower = reinterpret<__m512i>(low);
+  const __m512i upper = _mm512_shuffle_epi8(reinterpret<__m512i>(palette), reinterpret<__m512i>(numbers));
   first = reinterpret<Words>(_mm512_unpacklo_epi8(lower, upper));
   second = reinterpret<Words>(_mm512_unpackhi_epi8(lower, upper));
+#else
+  const __m256i lower = reinterpret<__m256i>(low);
+  const __m256i upper = _mm256_shuffle_epi8(reinterpret<__m256i>(palette), reinterpret<__m256i>(numbers));
+  first = reinterpret<Words>(_mm256_unpacklo_epi8(lower, upper));
+  second = reinterpret<Words>(_mm256_unpackhi_epi8(lower, upper));
+#endif
 }
 
 template <int Bits>
-inline __m512i palette_of(const Codes<Bits>& codes) {
-  return _mm512_broadcast_i32x4(load<__m128i>(codes.header().palette));
+inline Words palette_of(const Codes<Bits>& codes) {
+  const __m128i palette = load<__m128i>(codes.header().palette);
+#ifdef __AVX512BW__
+  return reinterpret<Words>(_mm512_broadcast_i32x4(palette));
+#else
+  return reinterpret<Words>(_mm256_broadcastsi128_si256(palette));
+#endif
 }
 
 inline void store_pairs(Words pairs, BFloat16* result) { store(pairs, result); }
@@ -128,51 +147,55 @@ inline void store_pairs(Words pairs, float* result) {
 // [end - begin, kBlock]; rare ones are 0.0.
 template <int Bits, typename T>
 inline void decode_units(const Codes<Bits>& codes, int64_t begin, int64_t end, T* result) {
-  const __m512i palette = palette_of(codes);
+  const Words palette = palette_of(codes);
   for (int64_t input = begin; input < end; input += kUnitInputs) {
     const uint8_t* unit = codes.units() + input / kUnitInputs * codes.kUnitBytes;
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 2 * kParts; ++i) {
+      const int half = i / kParts, part = i % kParts;
       Words pairs[2];
-      decode_half<Bits>(unit, half, palette, pairs[0], pairs[1]);
+      decode_half<Bits>(unit + part * sizeof(Words), half, palette, pairs[0], pairs[1]);
       // one by one: GCC 12 copies both together over the stack
-      store_pairs(pairs[0], result + (input - begin + 4 * half) * kBlock);
-      store_pairs(pairs[1], result + (input - begin + 4 * half + 2) * kBlock);
+      store_pairs(pairs[0], result + (input - begin + 4 * half) * kBlock + part * kLanes * kPair<T>);
+      store_pairs(pairs[1], result + (input - begin + 4 * half + 2) * kBlock + part * kLanes * kPair<T>);
     }
   }
 }
 
 // As `multiply_blocks`, by blocks of a weight in codes, the first at `start`; rare weights are 0.0.
 template <int M, int B, int Bits, typename X>
-[[gnu::noinline]] void multiply_units(const X* x, int64_t stride, const uint8_t* start, int64_t depth, Lanes (&results)[B][M]) {
-  constexpr int kUnitBytes = Codes<Bits>::kUnitBytes;
+[[gnu::noinline]] void multiply_units(const X* x, int64_t stride, const uint8_t* start, int64_t depth, Lanes (&results)[B * kParts][M]) {
+  constexpr int kUnitBytes = Codes<Bits>::kUnitBytes, kVectors = B * kParts;
   const int64_t last = depth - kPrefetchBytes / kUnitBytes * kUnitInputs;
   const uint8_t* unit[B];
-  __m512i palette[B];
+  Words palette[B];
   for (int block = 0; block < B; ++block) {
     const Codes<Bits> codes(start, block, depth);
     unit[block] = codes.units();
     palette[block] = palette_of(codes);
   }
-  Lanes sums[B][M] = {};
+  Lanes sums[kVectors][M] = {};
   for (int64_t input = 0; input < depth; input += kUnitInputs) {
     const int64_t ahead = kPrefetchBytes + (input < last ? 0 : (B - 1) * Codes<Bits>::num_bytes(depth));
     for (int block = 0; block < B; ++block)
       for (int part = 0; part < kUnitBytes; part += kPartBytes) __builtin_prefetch(unit[block] + ahead + part, 0, kToL2);
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
-      Words pairs[2][B]; // of all blocks, so that a number of x is loaded once for them
-#pragma GCC unroll 3
-      for (int block = 0; block < B; ++block) decode_half<Bits>(unit[block], half, palette[block], pairs[0][block], pairs[1][block]);
+      Words pairs[2][kVectors]; // of all blocks, so that a number of x is loaded once for them
+#pragma GCC unroll 6
+      for (int v = 0; v < kVectors; ++v) {
+        const uint8_t* place = unit[v / kParts] + v % kParts * sizeof(Words);
+        decode_half<Bits>(place, half, palette[v / kParts], pairs[0][v], pairs[1][v]);
+      }
 #pragma GCC unroll 2
-      for (int pair = 0; pair < 2; ++pair) add_products<M, B>(x + input + 4 * half + 2 * pair, stride, pairs[pair], sums);
+      for (int pair = 0; pair < 2; ++pair) add_products<M, kVectors>(x + input + 4 * half + 2 * pair, stride, pairs[pair], sums);
     }
     for (int block = 0; block < B; ++block) unit[block] += kUnitBytes;
   }
-#pragma GCC unroll 3
-  for (int block = 0; block < B; ++block)
+#pragma GCC unroll 6
+  for (int v = 0; v < kVectors; ++v)
 #pragma GCC unroll 8
-    for (int row = 0; row < M; ++row) results[block][row] = sums[block][row];
+    for (int row = 0; row < M; ++row) results[v][row] = sums[v][row];
 }
 
 // Decode some blocks of a weight but for the rare ones.
@@ -195,7 +218,7 @@ const X* decode_blocks(const Weight& weight, int64_t first, int64_t end, int64_t
 // Multiply x [M, depth], `stride` apart, by B blocks of a weight, which may be `decoded`, but for the rare ones.
 template <int M, int B, int Bits, typename X>
 void multiply_codes(const X* x, int64_t stride, const Weight& weight, int64_t block, const X* decoded, int64_t depth,
-                    Lanes (&sums)[B][M]) {
+                    Lanes (&sums)[B * kParts][M]) {
   if (decoded)
     multiply_blocks<M, B>(x, stride, decoded, depth, sums);
   else
@@ -203,7 +226,7 @@ void multiply_codes(const X* x, int64_t stride, const Weight& weight, int64_t bl
   for (int b = 0; b < B; ++b)
     Codes<Bits>(weight.data, block + b, depth).for_each_rare([&](const RareWeight& rare) {
       for (int row = 0; row < M; ++row)
-        sums[b][row][rare.output] += widen(x[row * stride + rare.input]) * widen(rare.value);
+        sums[b * kParts + rare.output / kLanes][row][rare.output % kLanes] += widen(x[row * stride + rare.input]) * widen(rare.value);
     });
 }
 
@@ -211,14 +234,8 @@ void multiply_codes(const X* x, int64_t stride, const Weight& weight, int64_t bl
 
 } // namespace
 
-// Whether products with codes are compiled.
-extern "C" int64_t reads_codes() {
-#ifdef TITAN_HAS_CODES
-  return 1;
-#else
-  return 0;
-#endif
-}
+// The longest codes that weights may be kept in, in bits of a number; 0: there are none.
+extern "C" int64_t longest_codes() { return TITAN_CODE_BITS; }
 
 // Choose the palettes of rows [num_rows, depth], a multiple of kBlock rows, from `first_block` of the weight on, and write the headers
 // but for the place of the rare weights.

@@ -37,8 +37,8 @@ class CompiledKernels:
         self.team: int | None = self._library.make_team(self.num_threads)
         if self.team is None:
             raise ValueError(f"num_threads={self.num_threads} is not possible: the system does not allow so many threads")
-        self._library.reads_codes.restype = INT
-        self.reads_codes = bool(self._library.reads_codes())  # whether weights may be in codes of 12 or 8 bits
+        self._library.longest_codes.restype = INT
+        self.longest_codes: int = self._library.longest_codes()  # that weights may be kept in, in bits of a number; 0: there are none
         weakref.finalize(self, self._library.free_team, POINTER(self.team))
 
     def function(self, name: str, dtype: torch.dtype | None, *arguments: Any) -> Any:

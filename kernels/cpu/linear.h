@@ -42,7 +42,7 @@ void multiply_strip(const Weight& weight, const X* x, int64_t stride, int64_t bl
 }
 
 // From so many rows on, decoding a strip once takes less time than for each group of rows, if it then stays in the L2 cache.
-constexpr int64_t kDecodedRows = 64, kDecodedBytes = 1 << 20;
+constexpr int64_t kDecodedRows = kLanes == 16 ? 64 : 32, kDecodedBytes = 1 << 20;
 
 // Number of rows that are multiplied together: groups are of nearly equal size, unless a row alone behind full ones takes more blocks.
 constexpr int64_t group_rows_of(int64_t num_rows) {
@@ -106,8 +106,10 @@ void linear(Member& member, const Weight& weight, const T* x, int64_t num_rows, 
     if (weight.format == kFloat16) return multiply_by_vectors<T, T, Float16>(member, weight, x, depth, num_rows, residual, output);
   }
   const auto multiply = [&](const Row<T>* rows) {
-#ifdef TITAN_HAS_CODES
+#if TITAN_CODE_BITS >= 12
     if (weight.format == kCodes) return multiply_by_vectors<T, Row<T>, Codes<12>>(member, weight, rows, depth, num_rows, residual, output);
+#endif
+#if TITAN_CODE_BITS >= 8
     if (weight.format == kShortCodes)
       return multiply_by_vectors<T, Row<T>, Codes<8>>(member, weight, rows, depth, num_rows, residual, output);
 #endif

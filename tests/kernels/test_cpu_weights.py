@@ -104,8 +104,8 @@ def test_every_number_is_where_the_layout_says(kernels: CompiledKernels, model: 
     token_ids = torch.arange(size[0]).flip(0)
     rows = CompiledOps(kernels, weight.dtype).look_up(token_ids, packed, size[1], weight.dtype)
     assert torch.equal(rows, weight[token_ids]) and torch.equal(rows.signbit(), weight[token_ids].signbit())
-    assert kernels.reads_codes == (packed.dtype in CODE_BITS) or not has_pairs
-    assert packed.dtype != (torch.uint8 if "8 bits" in model else torch.int8)
+    kind_of_codes = torch.int8 if "8 bits" in model else torch.uint8
+    assert (packed.dtype == kind_of_codes) == (has_pairs and CODE_BITS[kind_of_codes] <= kernels.longest_codes)
     if packed.dtype in CODE_BITS:
         padded = decoded(packed, size[1])
         assert torch.equal(padded[: size[0], : size[1]].to(weight.dtype), weight)
@@ -126,7 +126,7 @@ def test_every_number_is_where_the_layout_says(kernels: CompiledKernels, model: 
 def test_the_smallest_format_that_holds_a_weight_is_its_own(kernels: CompiledKernels) -> None:
     weight = random(2048, 64).bfloat16().float()
     for number, dtype in (
-        (1.0, torch.uint8 if kernels.reads_codes else torch.int32),
+        (1.0, torch.uint8 if kernels.longest_codes == 12 else torch.int32),
         (1 + 2**-8, torch.uint16),
         (1 + 2**-11, torch.uint32),
         (1e30, torch.uint32),
@@ -137,15 +137,15 @@ def test_the_smallest_format_that_holds_a_weight_is_its_own(kernels: CompiledKer
         assert pack_weight(weight, kernels).dtype == pack_weight(weight.T, kernels).dtype == dtype
     round_to_8_bits(weight[:-1])
     weight[-1] = 1 + 2**-3
-    assert pack_weight(weight, kernels).dtype == (torch.int8 if kernels.reads_codes else torch.int32)
+    assert pack_weight(weight, kernels).dtype == (torch.int8 if kernels.longest_codes else torch.int32)
     weight[-1, -1] = 1 + 2**-4
-    assert pack_weight(weight, kernels).dtype == (torch.uint8 if kernels.reads_codes else torch.int32)
+    assert pack_weight(weight, kernels).dtype == (torch.uint8 if kernels.longest_codes == 12 else torch.int32)
 
 
-def test_codes_are_for_avx512(kernels: CompiledKernels, request: pytest.FixtureRequest) -> None:
+def test_codes_are_of_12_bits_with_avx512_and_of_8_with_avx2(kernels: CompiledKernels, request: pytest.FixtureRequest) -> None:
     kind = KINDS[request.node.callspec.params["kernels"]].name
     if kind != "native":
-        assert kernels.reads_codes == (kind in ("amx", "avx512bf16", "avx512"))
+        assert kernels.longest_codes == (8 if kind == "avx2" else 12)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -161,9 +161,9 @@ def test_the_first_rows_of_a_weight_are_one(kernels: CompiledKernels, model: str
 
 
 def test_a_weight_with_too_many_rare_numbers_stays_in_pairs(kernels: CompiledKernels) -> None:
-    for num_rare, dtype in ((64, torch.uint8), (65, torch.int32)):
-        packed = pack_weight(with_rare_numbers(128, 512, num_rare), kernels)
-        assert packed.dtype == (dtype if kernels.reads_codes else torch.int32)
+    for num_rare, dtype in ((64, torch.int8), (65, torch.int32)):
+        weight = (with_rare_numbers(128, 512, num_rare).view(torch.int16) & ~15).view(torch.bfloat16)
+        assert pack_weight(weight, kernels).dtype == (dtype if kernels.longest_codes else torch.int32)
 
 
 # products
