@@ -209,7 +209,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add("--trust-remote-code", action="store_true", help=TRUST_HELP)
     add("--dtype", default="auto", help=DTYPE_HELP)
     add("--draft-dtype", help="of the draft's weights and KV, likewise (default: that of the target)")
-    add("--draft-weight-bits", type=int, help="8: round the draft's matrices, which a CPU with AVX-512 reads in less time")
+    add("--draft-weight-bits", type=int, help="8: round the draft's matrices, which a CPU with AVX2 or AVX-512 reads in less time")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
     add("--num-threads", type=int, help="of a CPU (default: one per physical core)")
     add("--no-warm-up", dest="warm_up", action="store_false", help="of a GPU: compile kernels when they are first needed")

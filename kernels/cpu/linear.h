@@ -41,7 +41,8 @@ void multiply_strip(const Weight& weight, const X* x, int64_t stride, int64_t bl
   }
 }
 
-// From so many rows on, decoding a strip once takes less time than for each group of rows, if it then stays in the L2 cache.
+// From so many rows on, decoding a strip once takes less time than for each group of rows, which are larger with AVX-512, if it then
+// stays in the L2 cache.
 constexpr int64_t kDecodedRows = kLanes == 16 ? 64 : 32, kDecodedBytes = 1 << 20;
 
 // Number of rows that are multiplied together: groups are of nearly equal size, unless a row alone behind full ones takes more blocks.

@@ -23,7 +23,7 @@ from titan.kernels.cpu.weights import CODE_BITS, HUGE_PAGE_BYTES, MAX_RARE, pack
 from titan.models.weights import round_to_8_bits
 
 SIZES = [(1, 1), (64, 32), (50, 70), (17, 16), (131, 33), (33, 2050), (100, 192)]
-NUM_ROWS = (*range(20), 21, 24, 31, 32, 33, 48, 63, 64, 65, 70, 90, 170, 260, 530)  # also of several parts and sets of groups
+NUM_ROWS = (*range(20), 21, 24, 31, 32, 33, 37, 48, 63, 64, 65, 70, 90, 170, 260, 530)  # also of several parts and sets of groups
 MODELS = {
     "bfloat16": (torch.bfloat16, torch.bfloat16),
     "float32 of bfloat16": (torch.float32, torch.bfloat16),
