@@ -18,7 +18,8 @@
 #include "weight.h"
 #include "working_memory.h"
 
-// The longest codes that products of few rows read in less time than pairs: AVX2 has few registers for decoding beside sums.
+// The longest codes that pay. AVX2 has too few registers for decoding beside the sums of more than 4 rows: these lose more with codes of
+// 12 bits than few rows gain.
 #if defined(__AVX512BW__)
 #define TITAN_CODE_BITS 12
 #elif defined(__AVX2__)
@@ -105,11 +106,12 @@ void unpack_codes(const Weight& weight, int64_t row, T* result) {
 
 #if TITAN_CODE_BITS > 0
 
-// Decode the weights of half a unit, two pairs of inputs, for the outputs of one vector; rare ones are 0.0. The block's palette is in
-// every 16 bytes.
+// Decode the weights of half a unit, two pairs of inputs, for the outputs of one vector of the block; rare ones are 0.0. The block's
+// palette is in every 16 bytes.
 template <int Bits>
-inline void decode_half(const uint8_t* unit, int half, Words palette, Words& first, Words& second) {
+inline void decode_half(const uint8_t* unit, int half, int vector, Words palette, Words& first, Words& second) {
   constexpr bool kIsShort = Codes<Bits>::kIsShort;
+  unit += vector * sizeof(Words);
   const Words numbers = load<Words>(unit) >> 4 * half & 0x0f0f0f0fu;
   Words low = load<Words>(unit + (kIsShort ? 1 : 1 + half) * kPartBytes);
   if constexpr (kIsShort) low = low << 4 * (1 - half) & 0xf0f0f0f0u;
@@ -152,12 +154,12 @@ inline void decode_units(const Codes<Bits>& codes, int64_t begin, int64_t end, T
     const uint8_t* unit = codes.units() + input / kUnitInputs * codes.kUnitBytes;
 #pragma GCC unroll 4
     for (int i = 0; i < 2 * kParts; ++i) {
-      const int half = i / kParts, part = i % kParts;
+      const int half = i / kParts, vector = i % kParts;
       Words pairs[2];
-      decode_half<Bits>(unit + part * sizeof(Words), half, palette, pairs[0], pairs[1]);
+      decode_half<Bits>(unit, half, vector, palette, pairs[0], pairs[1]);
       // one by one: GCC 12 copies both together over the stack
-      store_pairs(pairs[0], result + (input - begin + 4 * half) * kBlock + part * kLanes * kPair<T>);
-      store_pairs(pairs[1], result + (input - begin + 4 * half + 2) * kBlock + part * kLanes * kPair<T>);
+      store_pairs(pairs[0], result + (input - begin + 4 * half) * kBlock + vector * kLanes * kPair<T>);
+      store_pairs(pairs[1], result + (input - begin + 4 * half + 2) * kBlock + vector * kLanes * kPair<T>);
     }
   }
 }
@@ -165,7 +167,9 @@ inline void decode_units(const Codes<Bits>& codes, int64_t begin, int64_t end, T
 // As `multiply_blocks`, by blocks of a weight in codes, the first at `start`; rare weights are 0.0.
 template <int M, int B, int Bits, typename X>
 [[gnu::noinline]] void multiply_units(const X* x, int64_t stride, const uint8_t* start, int64_t depth, Lanes (&results)[B * kParts][M]) {
-  constexpr int kUnitBytes = Codes<Bits>::kUnitBytes, kVectors = B * kParts;
+  constexpr int kUnitBytes = Codes<Bits>::kUnitBytes;
+  // Vectors that are decoded together, as many as there are registers for, so that a number of x is loaded once for them.
+  constexpr int kSets = kLanes == 16 ? 1 : B, kVectors = B * kParts / kSets;
   const int64_t last = depth - kPrefetchBytes / kUnitBytes * kUnitInputs;
   const uint8_t* unit[B];
   Words palette[B];
@@ -174,28 +178,29 @@ template <int M, int B, int Bits, typename X>
     unit[block] = codes.units();
     palette[block] = palette_of(codes);
   }
-  Lanes sums[kVectors][M] = {};
+  Lanes sums[kSets][kVectors][M] = {};
   for (int64_t input = 0; input < depth; input += kUnitInputs) {
     const int64_t ahead = kPrefetchBytes + (input < last ? 0 : (B - 1) * Codes<Bits>::num_bytes(depth));
     for (int block = 0; block < B; ++block)
       for (int part = 0; part < kUnitBytes; part += kPartBytes) __builtin_prefetch(unit[block] + ahead + part, 0, kToL2);
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
-      Words pairs[2][kVectors]; // of all blocks, so that a number of x is loaded once for them
 #pragma GCC unroll 6
+    for (int i = 0; i < 2 * kSets; ++i) {
+      const int half = i % 2, set = i / 2;
+      Words pairs[2][kVectors];
+#pragma GCC unroll 3
       for (int v = 0; v < kVectors; ++v) {
-        const uint8_t* place = unit[v / kParts] + v % kParts * sizeof(Words);
-        decode_half<Bits>(place, half, palette[v / kParts], pairs[0][v], pairs[1][v]);
+        const int block = (set * kVectors + v) / kParts;
+        decode_half<Bits>(unit[block], half, v % kParts, palette[block], pairs[0][v], pairs[1][v]);
       }
 #pragma GCC unroll 2
-      for (int pair = 0; pair < 2; ++pair) add_products<M, kVectors>(x + input + 4 * half + 2 * pair, stride, pairs[pair], sums);
+      for (int pair = 0; pair < 2; ++pair) add_products<M, kVectors>(x + input + 4 * half + 2 * pair, stride, pairs[pair], sums[set]);
     }
     for (int block = 0; block < B; ++block) unit[block] += kUnitBytes;
   }
 #pragma GCC unroll 6
-  for (int v = 0; v < kVectors; ++v)
+  for (int v = 0; v < B * kParts; ++v)
 #pragma GCC unroll 8
-    for (int row = 0; row < M; ++row) results[v][row] = sums[v][row];
+    for (int row = 0; row < M; ++row) results[v][row] = sums[v / kVectors][v % kVectors][row];
 }
 
 // Decode some blocks of a weight but for the rare ones.

@@ -38,7 +38,7 @@ class CompiledKernels:
         if self.team is None:
             raise ValueError(f"num_threads={self.num_threads} is not possible: the system does not allow so many threads")
         self._library.longest_codes.restype = INT
-        self.longest_codes: int = self._library.longest_codes()  # bits of those of a weight; 0: there are none
+        self.longest_codes: int = self._library.longest_codes()  # in bits of a number; 0: products read none
         weakref.finalize(self, self._library.free_team, POINTER(self.team))
 
     def function(self, name: str, dtype: torch.dtype | None, *arguments: Any) -> Any:

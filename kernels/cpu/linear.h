@@ -41,14 +41,13 @@ void multiply_strip(const Weight& weight, const X* x, int64_t stride, int64_t bl
   }
 }
 
-// From so many rows on, decoding a strip once takes less time than for each group of rows, which are larger with AVX-512, if it then
-// stays in the L2 cache.
-constexpr int64_t kDecodedRows = kLanes == 16 ? 64 : 32, kDecodedBytes = 1 << 20;
+// From so many rows on, decoding a strip once takes less time than for each group of rows, if it then stays in the L2 cache.
+constexpr int64_t kDecodedRows = kLanes == 16 ? 64 : 32, kDecodedBytes = 1 << (kLanes == 16 ? 20 : 18);
 
 // Number of rows that are multiplied together: groups are of nearly equal size, unless a row alone behind full ones takes more blocks.
 constexpr int64_t group_rows_of(int64_t num_rows) {
   const int64_t num_groups = (num_rows + kMostRows - 1) / kMostRows, last_rows = num_rows - (num_groups - 1) * kMostRows;
-  return most_blocks(last_rows) > most_blocks(kMostRows) ? kMostRows : (num_rows + num_groups - 1) / num_groups;
+  return last_rows == 1 && most_blocks(1) > most_blocks(kMostRows) ? kMostRows : (num_rows + num_groups - 1) / num_groups;
 }
 
 // Multiply rows in groups; those after the first find the strip of the weight in the cache.

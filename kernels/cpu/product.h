@@ -4,6 +4,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "numbers.h"
@@ -17,11 +18,13 @@ namespace {
 
 constexpr int kParts = kBlock / kLanes; // vectors of a block
 
-// Rows and blocks whose sums fit into the registers: 32 of AVX-512 and of NEON, 16 of AVX2. One row alone would have too few sums at a
-// time: each waits for the one before it.
+// Rows and blocks whose sums fit into the registers: 32 of AVX-512 and of NEON, 16 of AVX2. Few rows would have too few sums at a time,
+// each of which waits for the one before it, and read too little memory at a time.
 constexpr int kMostRows = kLanes == 16 ? 8 : 6;
 constexpr int kMostBlocks = 3;
-constexpr int64_t most_blocks(int64_t num_rows) { return kLanes == 16 || num_rows == 1 ? kMostBlocks : 1; }
+constexpr int64_t most_blocks(int64_t num_rows) {
+  return kLanes == 16 ? kMostBlocks : std::min<int64_t>(kMostBlocks, kMostRows / num_rows);
+}
 
 constexpr int64_t kPrefetchBytes = 3072; // read ahead; the prefetch of the hardware does not reach far enough
 

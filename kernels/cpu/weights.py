@@ -82,8 +82,6 @@ def pack_weight(weight: Tensor, kernels: CompiledKernels) -> Tensor:
 
 def _make_codes(weight: Tensor, kernels: CompiledKernels) -> Tensor | None:
     """Return a weight in codes; ``None`` if they would be too long, or too many of its numbers are rare."""
-    if not kernels.longest_codes:
-        return None
     (num_rows, depth), arguments = (_round_up(size, PAIR_INPUTS) for size in weight.shape), (POINTER, INT, INT, INT)
     pieces = (each for _, rows in _pieces(weight, torch.bfloat16, num_rows, depth) for each in rows.split(CHUNK_ROWS))
     dtype = torch.uint8 if any((each.view(torch.int16) & 15).any() for each in pieces) else torch.int8

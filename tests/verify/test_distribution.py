@@ -168,7 +168,7 @@ def test_speculation_keeps_the_targets_distribution(zoo: Zoo, sampling: str, pro
 @pytest.mark.parametrize(("proposal", "back_end"), [("chain", "torch"), ("shape", "torch"), ("auto", "cpu"), ("dynamic", "cpu")])
 def test_drafts_of_a_poor_model_keep_the_distribution_too(zoo: Zoo, proposal: str, back_end: str) -> None:
     """Of requests without seeds."""
-    backend, num_sequences = make_back_end(back_end), NUM_SEQUENCES // (2 if back_end == "torch" else 1)
+    backend, num_sequences = make_back_end(back_end), NUM_SEQUENCES // 2 if back_end == "torch" else NUM_SEQUENCES
     sampled = sample(zoo, "cuts", proposal, num_sequences, draft="eight_other", has_seed=False, backend=backend)
     assert sampled.accepted_per_depth[0] < 0.65 * sampled.proposed_per_depth[0], "residuals are sampled from"
     assert p_value(zoo, sampled, "cuts") > 1e-3
@@ -323,7 +323,7 @@ def no_paths(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_chi_square_notices_mistakes(
     zoo: Zoo, mistake: Callable[..., None], sampling: str, proposal: str, back_end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend, num_sequences = make_back_end(back_end), NUM_SEQUENCES // 2 * (1 if back_end == "torch" else 4)
+    backend, num_sequences = make_back_end(back_end), NUM_SEQUENCES // 2 if back_end == "torch" else 2 * NUM_SEQUENCES
     mistake(backend, monkeypatch)
     drafts = Bush() if proposal == "bush" else proposal
     sampled = sample(zoo, sampling, drafts, num_sequences, draft="eight_other", backend=backend)
