@@ -91,6 +91,21 @@ def test_a_draft_without_room_for_its_kv_is_refused(
     assert engine.metrics().swap_space.num_bytes == swap_space
 
 
+def test_without_memory_for_the_swap_space_another_draft_goes_without(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), preemption_mode="swap", swap_space=81 * BYTES, **SCARCE)
+    prompts = random_prompts(8, seed=1, max_len=45)
+    requests = submit(engine, prompts, [greedy(20, ignore_eos=True)] * 8)
+    while not engine.metrics().num_swapped:
+        engine.step()
+    monkeypatch.setattr(engine.backend.cache, "host_blocks", Mock(side_effect=MemoryError))
+    with pytest.warns(RuntimeWarning, match="no memory for 81 blocks of swap space any more, so that there is none"):
+        engine.swap_draft("ngram")
+    check_blocks(engine)
+    assert (engine.metrics().draft, engine.metrics().num_swapped, engine.metrics().swap_space.num_blocks) == ("ngram", 0, 0)
+    drain(engine)
+    assert [each.output_token_ids for each in requests] == [zoo.greedy("llama", each, 20, ignore_eos=True) for each in prompts]
+
+
 def test_without_memory_for_the_copy_a_preempted_request_is_computed_again(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(
         zoo.path("llama"), zoo.path("llama~"), preemption_mode="swap", swap_space=2**20, enable_prefix_caching=False, **SCARCE

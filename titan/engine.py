@@ -268,6 +268,7 @@ class Engine:
         """Replace the drafter between steps; requests in flight continue, and the new draft catches up with them.
 
         The KV cache keeps its number of blocks, the swap space its bytes: where blocks now take more or fewer, it starts empty.
+        Where the host has no memory for it any more, a warning says that there is none.
 
         Raises:
             ValueError: as in the constructor, or there is too little memory for the draft's KV; the current drafter then stays.
@@ -289,7 +290,13 @@ class Engine:
                 raise
             self.kv.new_draft_epoch(self.scheduler.in_flight)
             self._swap_rule.block_s *= self.kv.bytes_per_block / block_bytes_before
-            self.kv.resize_swap_space(num_swapped, self.scheduler.in_flight)
+            try:
+                self.kv.resize_swap_space(num_swapped, self.scheduler.in_flight)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                message = f"the host has no memory for {num_swapped} blocks of swap space any more, so that there is none: {error}"
+                warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     def _check_room(self, drafter: Drafter) -> int:
         """Check that there is memory for a drafter's KV beside what is in use; return the blocks that the swap space then has."""

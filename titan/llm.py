@@ -204,7 +204,8 @@ class LLM:
         """Replace the drafter between steps; requests in flight continue.
 
         The KV cache keeps its number of blocks, so that a larger draft takes more memory than ``kv_cache_memory`` said. The swap
-        space keeps its bytes: where blocks now take more or fewer, it starts empty, and what it held is computed again.
+        space keeps its bytes: where blocks now take more or fewer, it starts empty, and what it held is computed again. Where the
+        host has no memory for it any more, a warning says that there is none.
 
         Args:
             draft_model: as in the constructor.
