@@ -32,9 +32,8 @@ LONG = (
     *("growth_ends_early_where_the_host_can_look[triton]", "own_logprobs[triton"),
     *("left_on_the_device", "measures_kernels_and_the_host", "products_and_sampling_run", "what_ends_a_process_or_its_device"),
     *("no_paths-presence", "no_paths-repetition", "[x86-64 without AVX]"),
-    *("would_have_proposed[triton", "triton-beside one that ends before", "triton-in the middle", "triton-latents-dtype1"),
+    *("triton-beside one that ends before", "triton-in the middle", "triton-latents-dtype1"),
     *("parents-looking back", "prefix_hits_and_preemption[llama-parents", "[qwen3-chain-greedy-False]"),
-    *("loading_experts_through_transformers_peaks", "crashes_costs_the_others_nothing"),
 )
 """Words in the names of tests that take seconds, up to half a minute, and try what others try at a smaller size or elsewhere."""
 LEFT_OUT = ("models", "long")
