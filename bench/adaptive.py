@@ -72,7 +72,9 @@ class AdaptiveBench:
         self._target = load_model(checkpoint, dtype=args.dtype, backend=self._backend)
         self._drafts: Models = {}
         if args.hopeless:
-            self._drafts[args.draft_model, None] = load_shuffled(args.draft_model, args.dtype, self._backend, args.seed)
+            self._drafts[args.draft_model, None] = load_shuffled(
+                args.draft_model, args.dtype, args.draft_weight_bits, self._backend, args.seed
+            )
         self._engines: dict[str, Engine] = {}
         if not args.first_steps:
             self._engines = {setting: self._make_engine(setting) for setting in self.settings}
@@ -171,10 +173,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     drafts.add_argument("--mixed", action="store_true", help="change the proposals for every second request: they are wrong")
     args = parse(parser, argv, QUICK)
     args.waves = args.waves or (2 if args.mixed else 1)
-    if args.hopeless and args.draft_weight_bits is not None:
-        raise ValueError(
-            f"--draft-weight-bits {args.draft_weight_bits} contradicts --hopeless, whose weights stay exact: leave one out"
-        )
     if args.draft_model is None:
         raise ValueError(f"--model {args.model} needs a draft: give --draft-model")
     return args

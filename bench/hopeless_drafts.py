@@ -13,12 +13,14 @@ from titan.core.step import StepPlan
 from titan.core.trees import DraftTrees
 from titan.draft.base import ReviewReport
 from titan.draft.draft_model import DraftModelDrafter
+from titan.draft.registry import choose_weight_bits
 from titan.kernels.interfaces import Backend
 from titan.models.decoder import Decoder
 from titan.models.loader import load_decoder, resolve_model
+from titan.models.weights import round_to_8_bits
 
 
-def load_shuffled(name: str, dtype: str, backend: Backend, seed: int) -> Decoder:
+def load_shuffled(name: str, dtype: str, weight_bits: int | str | None, backend: Backend, seed: int) -> Decoder:
     """Load a draft model and shuffle the rows of its matrices.
 
     It knows nothing any more, and takes as long as before: its weights are packed the same way, for they are the same numbers.
@@ -27,9 +29,12 @@ def load_shuffled(name: str, dtype: str, backend: Backend, seed: int) -> Decoder
         ValueError: it is not a model that can be loaded.
     """
     model = load_decoder(resolve_model(name, "draft"), dtype=dtype, backend=backend, pack=False)
+    bits = choose_weight_bits(weight_bits, model.config, model.dtype, backend)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for weight in model.parameters():
+        for key, weight in model.named_parameters():
+            if bits is not None and model.is_packable(key.rpartition(".")[2]):
+                round_to_8_bits(weight)
             if weight.dim() == 2:
                 weight.copy_(weight[torch.randperm(len(weight), generator=generator).to(weight.device)])
     model.prepare()

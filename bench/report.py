@@ -20,7 +20,7 @@ from titan.bench.charts import LineChart, render_chart
 from titan.bench.provenance import Provenance, collect_provenance, provenance_lines
 from titan.bench.samples import Label, Row, Sample
 from titan.bench.turns import log
-from titan.core.options import MODEL_IMPLS
+from titan.core.options import MODEL_IMPLS, weight_bits_of
 from titan.kernels.cpu.threads import available_cores
 from titan.models.loader import DEMO, download, resolve_model
 
@@ -110,7 +110,12 @@ def add_target(parser: argparse.ArgumentParser) -> None:
 def add_draft(parser: argparse.ArgumentParser) -> None:
     """Add the options for the draft and how it is loaded; `parse` fills in that of the demo pair, if its target is asked for."""
     parser.add_argument("--draft-model", help="folder or hub id of the draft, or ngram (default: the demo's, or none)")
-    parser.add_argument("--draft-weight-bits", type=int, help="of Titan's draft: 8, or as they are (default)")
+    parser.add_argument(
+        "--draft-weight-bits",
+        type=weight_bits_of,
+        default="auto",
+        help="of Titan's draft: 8, none (as they are), or auto, which is 8 where it is faster (default)",
+    )
 
 
 def model_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from titan.core.checks import check_integer
 from titan.core.dtypes import dtype_name
 from titan.core.options import ModelOptions
@@ -13,6 +15,7 @@ from titan.draft.base import CachingDrafter, DraftContext, Drafter, NoDrafter
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.ngram import NgramDrafter
 from titan.draft.vocabulary import VocabularyMap
+from titan.kernels.interfaces import Backend
 from titan.models.config import DecoderConfig, ModelConfig
 from titan.models.files import ModelFiles
 from titan.models.loader import load_model, load_tokenizer, open_model, resolve_dtype, resolve_model
@@ -73,15 +76,15 @@ def _open_draft_model(spec: str, options: ModelOptions, context: DraftContext) -
     with _naming_the_draft(spec):
         files = ModelFiles(folder, download_dir=options.download_dir)
         checkpoint = open_model(files, options.model_impl, trust_remote_code=trust)
+        dtype = resolve_dtype(context.dtype, checkpoint.config.dtype, context.backend)
         tokenizer = load_tokenizer(folder, download_dir=options.download_dir, trust_remote_code=trust)
-    if (weight_bits := options.draft_weight_bits) is not None:
-        _check_weight_bits(weight_bits, checkpoint.config, context)
+    weight_bits = choose_weight_bits(options.draft_weight_bits, checkpoint.config, dtype, context.backend)
     vocabulary = _map_vocabulary(spec, checkpoint.config, tokenizer, context)
 
     def load() -> Drafter:
         order = None if vocabulary is None else vocabulary.order
         with _naming_the_draft(spec):
-            model = load_model(checkpoint, dtype=context.dtype, backend=context.backend, order=order, weight_bits=weight_bits)
+            model = load_model(checkpoint, dtype=dtype, backend=context.backend, order=order, weight_bits=weight_bits)
         return DraftModelDrafter(spec, model, context, vocabulary)
 
     return load
@@ -96,18 +99,34 @@ def _check_drafter(drafter: object, spec: object) -> None:
         raise ValueError(f"{named} has kv, but is not a CachingDrafter: allowed with attach() and lookahead()")
 
 
-def _check_weight_bits(weight_bits: int, config: ModelConfig, context: DraftContext) -> None:
-    """Refuse to round weights that nothing would read in less time."""
-    backend, allowed = context.backend, "allowed is None, and 8 on a CPU with AVX2 or AVX-512, in float32 and bfloat16"
+def choose_weight_bits(bits: int | str | None, config: ModelConfig, dtype: torch.dtype, backend: Backend) -> int | None:
+    """Return to how many bits the matrices of a draft model are rounded; ``None`` = they stay as they are.
+
+    Args:
+        bits: `titan.core.options.ModelOptions.draft_weight_bits`; "auto" = 8 where the kernels read them in less time.
+        config: of the draft model.
+        dtype: that it runs in.
+        backend: that runs it.
+
+    Raises:
+        ValueError: 8 bits are asked for by number, and nothing would read them in less time.
+    """
+    allowed = "allowed are 'auto', None, and 8 on a CPU with AVX2 or AVX-512, in float32 and bfloat16"
+    if bits is None:
+        return None
     if not isinstance(config, DecoderConfig):
-        raise ValueError(
-            f"draft_weight_bits={weight_bits} is not supported for {config.architecture} in transformers' layers: allowed is None, "
-            f"and 8 for a model of Titan's own decoder"
+        reason = (
+            f"for {config.architecture} in transformers' layers: allowed are 'auto', None, and 8 for a model of Titan's own decoder"
         )
-    if not backend.has_short_weights:
-        raise ValueError(f"draft_weight_bits={weight_bits} is not supported by these kernels ({backend.name}): {allowed}")
-    if not backend.layer_ops(dtype := resolve_dtype(context.dtype, config.dtype, backend), config.traits).packs:
-        raise ValueError(f"draft_weight_bits={weight_bits} is not supported in {dtype_name(dtype)}: {allowed}")
+    elif not backend.has_short_weights:
+        reason = f"by these kernels ({backend.name}): {allowed}"
+    elif not backend.layer_ops(dtype, config.traits).packs:
+        reason = f"in {dtype_name(dtype)}: {allowed}"
+    else:
+        return 8
+    if bits == "auto":
+        return None
+    raise ValueError(f"draft_weight_bits={bits} is not supported {reason}")
 
 
 def _check_deterministic(name: str, context: DraftContext) -> None:

@@ -22,6 +22,8 @@ WITH_PAIRS = next((kind for kind in (BEST, *OTHERS) if kind.name == "avx512bf16"
 if WITH_PAIRS is not None and BEST.name != "amx":
     emulated = f"{Path(__file__).parent}/kernels/emulated_amx.h"
     KINDS["cpu-amx"] = Kind("amx", "emulated", (*WITH_PAIRS.flags, "-include", emulated), lambda: True)
+CODED = [name for name, kind in KINDS.items() if kind.name != "native"]
+"""Those that read weights of 8 bits."""
 
 ON_HOST = ("torch", "cpu")
 BACK_ENDS = ("torch", *KINDS, "triton")

@@ -34,6 +34,7 @@ DEFAULTS: dict[str, Any] = {
     "device": "cpu",
     "speculation": "fixed",  # what "adaptive" drafts depends on times
     "draft_tree": "chain",
+    "draft_weight_bits": None,  # what is drafted is what transformers says of the same model
     "draft_sampling": "greedy",
     "warm_up": False,
 }

@@ -97,7 +97,7 @@ ENGINE: dict[str, tuple[str, list[Any]]] = {
     "model_impl": ("'auto', 'native', 'transformers'", ["vllm", None]),
     "trust_remote_code": (TRUTH, [1, None]),
     "draft_dtype": ("'auto', 'float32', 'bfloat16', 'float16'", ["int8", 5]),
-    "draft_weight_bits": ("None, 8", [4, "8", 16]),
+    "draft_weight_bits": ("'auto', None, 8", [4, "8", 16]),
     "block_size": ("8, 16, 32, 64, 128", [24]),
     "num_kv_blocks": ("an integer >= 1", [0]),
     "kv_cache_memory": ("an integer >= 1", [1.5]),

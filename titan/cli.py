@@ -18,7 +18,15 @@ import torch
 
 from titan import __version__
 from titan.core.dtypes import RUN_DTYPES, dtype_name
-from titan.core.options import DRAFT_SAMPLINGS, DTYPES, MODEL_IMPLS, SPECULATION_TARGETS, SPECULATIONS, ModelOptions
+from titan.core.options import (
+    DRAFT_SAMPLINGS,
+    DTYPES,
+    MODEL_IMPLS,
+    SPECULATION_TARGETS,
+    SPECULATIONS,
+    ModelOptions,
+    weight_bits_of,
+)
 from titan.core.outputs import RequestMetrics, RequestOutput
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import Acceptance, StepPlan
@@ -209,7 +217,13 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add("--trust-remote-code", action="store_true", help=TRUST_HELP)
     add("--dtype", default="auto", help=DTYPE_HELP)
     add("--draft-dtype", help="of the draft's weights and KV, likewise (default: that of the target)")
-    add("--draft-weight-bits", type=int, help="8: round the draft's matrices, which a CPU with AVX2 or AVX-512 reads in less time")
+    add(
+        "--draft-weight-bits",
+        type=weight_bits_of,
+        default="auto",
+        help="8: round the draft's matrices, which a CPU with AVX2 or AVX-512 reads in less time; none: leave them as they are; "
+        "auto: 8 where it is faster (default)",
+    )
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
     add("--num-threads", type=int, help="of a CPU (default: one per physical core)")
     add("--no-warm-up", dest="warm_up", action="store_false", help="of a GPU: compile kernels when they are first needed")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from back_ends import make_back_end
+from back_ends import CODED, make_back_end
 from zoo import Zoo
 
 from titan.bench import adaptive
@@ -74,11 +74,18 @@ def test_a_useless_draft_is_useless_and_drafts_as_much(zoo: Zoo, draft: list[str
 
 def test_a_shuffled_draft_has_the_same_numbers_elsewhere(zoo: Zoo) -> None:
     backend = make_back_end("torch")
-    shuffled, again = (load_shuffled(zoo.path("llama~"), "float32", backend, seed=3) for _ in range(2))
+    shuffled, again = (load_shuffled(zoo.path("llama~"), "float32", "auto", backend, seed=3) for _ in range(2))
     plain = load_model(open_model(ModelFiles(zoo.path("llama~"))), dtype="float32", backend=backend)
     for one, same, other in zip(shuffled.parameters(), again.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one, same) and torch.equal(one.flatten().sort().values, other.flatten().sort().values)
         assert (one != other).any() == (one.dim() == 2)
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_a_shuffled_draft_is_read_as_fast_as_one_that_is_not(zoo: Zoo, name: str) -> None:
+    for bits, is_coded in (("auto", True), (8, True), (None, False)):
+        shuffled = load_shuffled(zoo.path("llama~"), "bfloat16", bits, make_back_end(name), seed=3)
+        assert (shuffled.head.dtype == torch.int8) == is_coded
 
 
 def test_first_steps_are_those_of_a_new_engine_each_time(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,17 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from back_ends import KINDS, make_back_end
+from back_ends import CODED, KINDS, make_back_end
 from stepping import AMPLE, greedy, make_engine, run_all
 from zoo import Zoo, random_prompts
 
 from titan.draft.draft_model import DraftModelDrafter
 from titan.engine import Engine
 from titan.models.decoder import Decoder
+from titan.models.loader import load_decoder
 from titan.models.weights import round_to_8_bits
 
 PROMPTS = random_prompts(4)
-CODED = [name for name in KINDS if make_back_end(name).has_short_weights]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -41,14 +41,17 @@ def test_numbers_are_rounded_to_the_nearest_with_3_bits_of_mantissa(dtype: torch
 def drafting(engine: Engine) -> list[torch.Tensor]:
     """The weights of an engine's draft model that belong to linear layers."""
     assert isinstance(engine.drafter, DraftModelDrafter) and isinstance(engine.drafter.model, Decoder)
-    model = engine.drafter.model
+    return matrices(engine.drafter.model)
+
+
+def matrices(model: Decoder) -> list[torch.Tensor]:
     return [weight for name, weight in model.named_parameters() if model.is_packable(name.rpartition(".")[2])]
 
 
 @pytest.mark.parametrize("name", CODED)
-@pytest.mark.parametrize("draft_dtype", [None, "bfloat16"])
-def test_a_rounded_draft_changes_no_greedy_output(zoo: Zoo, name: str, draft_dtype: str | None) -> None:
-    options = AMPLE | {"draft_weight_bits": 8, "draft_dtype": draft_dtype, "backend": make_back_end(name)}
+@pytest.mark.parametrize(("bits", "draft_dtype"), [("auto", None), (8, "bfloat16")])
+def test_a_rounded_draft_changes_no_greedy_output(zoo: Zoo, name: str, bits: int | str, draft_dtype: str | None) -> None:
+    options = AMPLE | {"draft_weight_bits": bits, "draft_dtype": draft_dtype, "backend": make_back_end(name)}
     engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **options)
     assert {each.dtype for each in drafting(engine)} == {torch.int8} and engine.runner.model.head.dtype != torch.int8
     expected = [zoo.greedy("llama", prompt, 16, ignore_eos=True) for prompt in PROMPTS]
@@ -76,3 +79,18 @@ def test_where_nothing_reads_8_bits_they_are_refused(zoo: Zoo, name: str, option
         make_engine(zoo.path("llama"), zoo.path("llama~"), **options)
     engine = make_engine(zoo.path("llama"), "ngram", **options)  # which has no weights
     assert engine.drafter.name == "ngram"
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "dtype"),
+    [
+        *((name, None, "float32") for name in CODED),
+        *((name, "auto", "float16") for name in CODED),
+        *((name, "auto", "float32") for name in ("torch", *KINDS) if name not in CODED),
+    ],
+)
+def test_weights_stay_as_they_are_unless_8_bits_are_read_in_less_time(zoo: Zoo, name: str, bits: str | None, dtype: str) -> None:
+    options = AMPLE | {"draft_weight_bits": bits, "draft_dtype": dtype, "backend": make_back_end(name)}
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **options)
+    plain = load_decoder(zoo.path("llama~"), dtype=dtype, backend=make_back_end(name))
+    assert all(map(torch.equal, drafting(engine), matrices(plain)))

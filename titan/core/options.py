@@ -43,7 +43,7 @@ SCHEDULING_POLICIES = ("fcfs", "priority", "fair")
 RESERVATIONS = ("on_demand", "max_tokens")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 MAX_THREADS = 1024
-DRAFT_WEIGHT_BITS = (None, 8)
+DRAFT_WEIGHT_BITS: tuple[int | str | None, ...] = ("auto", None, 8)
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 KV_CACHE_DTYPES = ("auto", "int8")
 
@@ -72,7 +72,7 @@ class ModelOptions:
             Drafters without a model have none.
         draft_weight_bits: 8 rounds the matrices of draft models to bfloat16 with 3 bits of mantissa, of which a CPU with AVX2 or
             AVX-512 reads 8 bits each, where others take 16 or 12: what is proposed changes a little, and no output's distribution.
-            For models of Titan's own decoder, on such a CPU. ``None`` = as they are.
+            For models of Titan's own decoder, on such a CPU; "auto" = 8 there, else as they are; ``None`` = as they are.
     """
 
     dtype: str | torch.dtype = "auto"
@@ -87,7 +87,7 @@ class ModelOptions:
     model_impl: str = "auto"
     trust_remote_code: bool = False
     draft_dtype: str | torch.dtype | None = None
-    draft_weight_bits: int | None = None
+    draft_weight_bits: int | str | None = "auto"
 
     def __post_init__(self) -> None:
         given: object = self.device
@@ -275,6 +275,11 @@ class MemoryOptions:
             raise ValueError(f"{' and '.join(given)} set the size of the KV cache: give at most one of them")
 
 
+def weight_bits_of(text: str) -> int | str | None:
+    """Read ``draft_weight_bits`` from a command line; `ModelOptions` checks it."""
+    return int(text) if text.isdecimal() else None if text == "none" else text
+
+
 def _check_optional(name: str, value: int | None, high: int | None = None) -> int | None:
     return None if value is None else check_integer(name, value, 1, high)
 
@@ -316,7 +321,7 @@ class EngineOptions(TypedDict, total=False):
     model_impl: str
     trust_remote_code: bool
     draft_dtype: str | torch.dtype | None
-    draft_weight_bits: int | None
+    draft_weight_bits: int | str | None
     speculation: str
     speculation_target: str
     max_draft_tokens: int
