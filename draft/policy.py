@@ -106,13 +106,15 @@ class DraftPolicy:
         return BeamSpec(budget, depth, 1, num_children, score_temperature(request), worth)
 
     def largest_specs(self) -> list[GrowthSpec]:
-        """Return the trees along one chain, the largest of each kind, that `spec` may return for a greedy request."""
+        """Return trees that `spec` may return for a greedy request: the largest along one chain of each kind, and a wide beam."""
         if self.fixed_shape is not None:
             return [chain_spec(int(np.cumprod(self.fixed_shape == np.arange(-1, len(self.fixed_shape) - 1)).sum()))]
         most = self.max_draft_tokens
         specs: list[GrowthSpec] = [chain_spec(max(filter(self._is_chain, range(1, most + 1))))]
         if not self._is_chain(most):  # a wide beam becomes narrow where slots are short
             specs.append(BeamSpec(most, most, 1, CHAIN_CHILDREN, GREEDY_TEMPERATURE))
+        if not self._is_narrow(most):
+            specs.append(BeamSpec(most, self.beam_depth, self.width, self.width + 1, GREEDY_TEMPERATURE))
         return specs
 
     def lookahead(self, request: Request, budget: int) -> int:

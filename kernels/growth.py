@@ -60,13 +60,7 @@ def grow_by_passes(
     if not growing:
         return DraftTrees.empty(num_rows, backend.device)
     draft_vocab_size = root_logits.shape[-1]
-    num_missing = vocab_size - draft_vocab_size
-
-    def widened(logits: Tensor) -> Tensor:
-        """Pad logits with -inf for tokens that the draft lacks, or cut those of tokens that are not proposed."""
-        return pad(logits, (0, num_missing), value=float("-inf")) if num_missing else logits
-
-    root_logits, groups = widened(root_logits), _group(growing)
+    root_logits, groups = of_vocabulary(root_logits, vocab_size), _group(growing)
     growths: list[Growth] = []
     for kind, members in groups:
         logits = root_logits if len(members) == len(growing) else root_logits[backend.upload([np.array(members)])[0]]
@@ -80,9 +74,9 @@ def grow_by_passes(
             break
         token_ids, bits = zip(*(growth.frontier(depth) for growth in active), strict=True)
         # a shape may have more children than the draft has tokens
-        fed = _cat(token_ids).clamp(max=draft_vocab_size - 1) if num_missing > 0 else _cat(token_ids)
+        fed = _cat(token_ids).clamp(max=draft_vocab_size - 1) if vocab_size > draft_vocab_size else _cat(token_ids)
         batch = replace(layout, nodes=NodeQueries(layout.logits_start_loc, fed, _cat(bits), None))
-        of_growths = widened(passes.run(batch)).split([len(each) for each in token_ids])
+        of_growths = of_vocabulary(passes.run(batch), vocab_size).split([len(each) for each in token_ids])
         for growth, logits in zip(active, of_growths, strict=True):
             growth.extend(depth, logits)
     trees = backend.trees.select([growth.candidates() for growth in growths], num_rows)
@@ -93,6 +87,12 @@ def grow_by_passes(
         if isinstance(growth, BeamGrowth):
             first_scores[growth.rows] = growth.first_scores.numpy()
     return replace(trees.packed(), growth=passes.report(first_scores))
+
+
+def of_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
+    """Pad logits with -inf for tokens that the draft lacks, or cut those of tokens that are not proposed: [any, vocab_size]."""
+    num_missing = vocab_size - logits.shape[-1]
+    return pad(logits, (0, num_missing), value=float("-inf")) if num_missing else logits
 
 
 class TimedPasses:

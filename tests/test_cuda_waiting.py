@@ -175,10 +175,13 @@ def test_logprobs_take_one_copy_there_and_one_back(device: Device, uploads: Uplo
     assert uploads.count == 1 and [each.shape for each in read] == [(6, 2 + 2 * 20)]
 
 
-def make_meta_engine(zoo: Zoo, device: Device, name: str = "llama", **options: Any) -> Engine:
+def make_meta_engine(zoo: Zoo, device: Device, name: str = "llama", draft_vocab_size: int = 0, **options: Any) -> Engine:
     """A target and a draft without weights."""
     configs = [open_model(ModelFiles(zoo.path(each))).config for each in (name, f"{name}~")]
-    target, draft = (Decoder(config, dtype=torch.bfloat16, backend=device) for config in configs)
+    if draft_vocab_size:
+        configs[1] = replace(configs[1], vocab_size=draft_vocab_size)
+    dtypes = torch.bfloat16, options.pop("draft_dtype", torch.bfloat16)
+    target, draft = (Decoder(config, dtype=dtype, backend=device) for config, dtype in zip(configs, dtypes, strict=True))
     for decoder in (target, draft):
         decoder.prepare(pack=False)
     engine = Engine(
@@ -295,6 +298,9 @@ SERVED: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"draft_tree": "chain", "draft_sampling": "greedy"}),
     ("llama", {"draft_tree": "auto", "draft_sampling": "auto"}),
     ("llama", {"draft_tree": "dynamic", "draft_sampling": "sampled"}),
+    ("llama", {"draft_tree": "dynamic", "draft_sampling": "greedy", "max_draft_tokens": 32, "prefill_chunk_size": 40}),
+    ("llama", {"draft_tree": [-1, -1, 0, 0, 1], "max_draft_tokens": 5, "draft_dtype": torch.float16}),
+    *(("llama", {"draft_tree": "dynamic", "draft_vocab_size": size}) for size in (VOCAB_SIZE - 5, VOCAB_SIZE + 3)),
     ("llama", {"speculation": "off"}),
     ("qwen3", {"draft_tree": "chain", "draft_sampling": "greedy"}),  # with as many KV heads as query heads
 ]

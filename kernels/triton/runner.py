@@ -13,14 +13,14 @@ from titan.core.batch import RaggedBatch
 from titan.core.growth import BeamSpec, Feed, GrowthSpec
 from titan.core.kv_tensor import KVTensor
 from titan.core.trees import DraftTrees
-from titan.kernels.growth import grow_by_passes
+from titan.kernels.growth import grow_by_passes, of_vocabulary
 from titan.kernels.interfaces import Backend, Model, PassCounts, PassLimits, WarmUp
 from titan.kernels.triton.attention_plan import MAX_REQUESTS, AttentionGeometry
 from titan.kernels.triton.cuda_graphs import Capture, GraphSizes, PassSize, Replays
 from titan.kernels.triton.draft_chain import DraftChains
 from titan.kernels.triton.pass_inputs import BlockTables, StaticInputs, short_query_len, size_of, upload_inputs, upload_rows
 from titan.kernels.triton.tuning import TileConfig
-from titan.kernels.triton.warm_up import idle_batch
+from titan.kernels.triton.warm_up import choose_idle_children, idle_batch
 
 
 class TritonRunner:
@@ -103,8 +103,8 @@ class TritonRunner:
         passes: list[WarmUp] = [partial(self._padded_hidden_states, idle([1]), size) for size in self._sizes.without_chunks()]
         if specs:
             passes += self._chains.warm_up(specs, vocab_size)
-            counts = {1, *(spec.num_children for spec in specs if isinstance(spec, BeamSpec))}  # 1: of reviews
-            passes += [partial(self._choose_children, count, vocab_size) for count in sorted(counts)]
+            counts = {spec.num_children for spec in specs if isinstance(spec, BeamSpec)}
+            passes += [partial(self._choose_children, counts, vocab_size)]
         passes += [partial(self._warm_up_chunks, idle([1]), size) for size in self._sizes.with_chunks()]
         most, query_lens = self._sizes.request_counts[-1], self._query_lens_of_tiles()
         chunk = max(self._max_query_len, *query_lens) + 1  # longer than the query beside it, or it would not count as a chunk
@@ -127,11 +127,16 @@ class TritonRunner:
         if not self._replays.lacks(size):
             self._padded_hidden_states(batch, size)
 
-    def _choose_children(self, count: int, vocab_size: int) -> None:
-        """Choose so many children of each node as growth does that is no graph, of logits that say nothing."""
+    def _choose_children(self, counts: set[int], vocab_size: int) -> None:
+        """Choose children of nodes as growth does that is no graph, so many of a beam's, and as reviews do."""
         config, device = self.model.config, self.backend.device
-        logits = torch.zeros(2, config.vocab_size, dtype=self.model.dtype, device=device)[:, :vocab_size]
-        self.backend.sampling.top_candidates(logits, count, torch.ones(2, device=device))
+        temperatures = torch.ones(2, device=device)
+        logits = torch.zeros(2, config.vocab_size, dtype=self.model.dtype, device=device)
+        self.backend.sampling.top_candidates(logits[:, :vocab_size], 1, temperatures)
+        logits = of_vocabulary(logits, vocab_size)
+        for count in sorted(counts):
+            self.backend.sampling.top_candidates(logits, count, temperatures)
+        choose_idle_children(self.backend, logits)
 
     def _query_lens_of_tiles(self) -> list[int]:
         """Return query lengths with which attention is compiled for each size of tiles of each kind of layer."""

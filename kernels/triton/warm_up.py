@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from titan.core.batch import AttentionLayout, RaggedBatch, prefix_sums
 from titan.core.sampling_params import SamplingParams
@@ -36,7 +37,7 @@ def idle_batch(query_lens: Sequence[int], block_size: int) -> RaggedBatch:
 
 
 def verify_idle_trees(backend: Backend, vocab_size: int, dtype: torch.dtype, num_candidates: int) -> None:
-    """Select two trees of one node, one of which is sampled, and verify them; also find the most likely tokens, as greedy steps do.
+    """Select two trees of one node, one of which is sampled, and verify them.
 
     Args:
         backend: that does it.
@@ -48,13 +49,21 @@ def verify_idle_trees(backend: Backend, vocab_size: int, dtype: torch.dtype, num
     no_slot = torch.full(shape, -1, device=backend.device)
     token_ids, scores = no_slot + 1, torch.zeros(shape, device=backend.device)
     logits = torch.zeros(4, vocab_size, dtype=dtype, device=backend.device)
-    rows = SamplingRows.of([(SamplingParams(temperature=0.0), 0, 0), (SamplingParams(temperature=1.0, top_k=1), 0, 0)])
-    [place], probs = backend.upload([np.zeros(1, np.int64)]), torch.empty(1, vocab_size, device=backend.device)
-    backend.sampling.sample_children(logits[:1], rows.take(np.array([1])), np.ones(1, np.int64), place, probs, token_ids[:, :1])
+    rows = SamplingRows.of([(SamplingParams(temperature=0.0), 0, 0), (SamplingParams(temperature=1.0), 0, 0)])
     one, yes = np.array([1]), np.array([True])
     greedy = Candidates(np.array([0]), one, yes, False, token_ids, scores, no_slot, no_slot)
     of_probs = np.zeros((1, 1 + num_candidates), np.int64)
+    probs = choose_idle_children(backend, logits)
     sampled = Candidates(np.array([1]), one, yes, False, token_ids, scores, no_slot, no_slot, probs, of_probs)
     trees = backend.trees.select([greedy, sampled], 2)
     backend.trees.verify(logits, trees, np.arange(2), rows)
+
+
+def choose_idle_children(backend: Backend, logits: Tensor) -> Tensor:
+    """Find the most likely tokens of logits that say nothing, [any, vocab]; sample one, and return its distribution: [1, vocab]."""
     backend.sampling.argmax(logits)
+    rows = SamplingRows.of([(SamplingParams(temperature=1.0, top_k=1), 0, 0)])
+    [place], probs = backend.upload([np.zeros(1, np.int64)]), torch.empty(1, logits.shape[1], device=backend.device)
+    token_ids = torch.zeros(1, 1, dtype=torch.int64, device=backend.device)
+    backend.sampling.sample_children(logits[:1], rows, np.ones(1, np.int64), place, probs, token_ids)
+    return probs
