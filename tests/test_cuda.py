@@ -127,3 +127,26 @@ def test_a_capture_without_memory_leaves_the_device_as_it_was() -> None:
     x.fill_(3)
     replay.run()
     assert replay.output.tolist() == [6.0] * 4
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
+def test_a_capture_that_the_device_ends_leaves_its_memory_to_others() -> None:
+    """The host looks at a result, which invalidates the capture; then another one succeeds, and free memory can be given back."""
+    capture, x = cuda_graph_capture(), torch.ones(4, device="cuda")
+    with pytest.raises(RuntimeError):
+        capture(lambda: torch.full((4,), x.sum().item(), device="cuda"))
+    replay = capture(lambda: x * 2)
+    assert replay is not None
+    before, large = torch.cuda.memory_reserved(), torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    del large
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before
+    replay.run()
+    assert replay.output.tolist() == [2.0] * 4
+
+
+def test_the_swap_space_takes_as_much_memory_as_it_says_and_copies_beside_passes(zoo: Zoo) -> None:
+    engine = make_engine(zoo.path("llama"), device="cuda", num_kv_blocks=8, swap_space=3 * 2**20)
+    host = [tensor for tensors in engine.kv.swap_space._blocks.values() for tensor in tensors]
+    assert host and all(tensor.is_pinned() for tensor in host)
+    assert sum(tensor.untyped_storage().nbytes() for tensor in host) <= 3 * 2**20

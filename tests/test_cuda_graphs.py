@@ -29,18 +29,18 @@ from titan.core.options import ScheduleOptions
 from titan.core.trees import EMPTY_TREE, DraftTree
 from titan.kernels.growth import _lay_out_frontiers
 from titan.kernels.interfaces import PassCounts, PassLimits
-from titan.kernels.triton import cuda_graphs
+from titan.kernels.triton import cuda_graphs, streams
 from titan.kernels.triton.backend import TritonBackend
 from titan.kernels.triton.cuda_graphs import (
     CHUNKED_TOKENS,
     FEW_REQUESTS,
-    POOL_STREAMS,
     GraphSizes,
     PassSize,
     Replay,
     Replays,
     cuda_graph_capture,
 )
+from titan.kernels.triton.streams import POOL_STREAMS
 from titan.kernels.triton.upload import ALIGNMENT, download, upload
 
 # sizes
@@ -148,12 +148,14 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     cuda.CUDAGraph.side_effect = Graph
     cuda.graph.return_value.__exit__.return_value = None  # raises what was raised inside
     monkeypatch.setattr(torch, "cuda", cuda)
-    monkeypatch.setattr(cuda_graphs, "_owners", WeakSet())
+    monkeypatch.setattr(streams, "_owners", WeakSet())
+    cuda.ended = MagicMock(side_effect=RuntimeError("not currently recording to mempool_id"))
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", cuda.ended, raising=False)
     return cuda
 
 
 def test_an_owner_of_graphs_has_one_stream_that_no_other_has_as_long_as_it_lives(cuda: MagicMock) -> None:
-    owners, streams, output = [cuda_graph_capture() for _ in range(POOL_STREAMS)], set(), torch.zeros(1)
+    owners, seen, output = [cuda_graph_capture() for _ in range(POOL_STREAMS)], set(), torch.zeros(1)
     with pytest.raises(RuntimeError, match="no stream is left"):
         cuda_graph_capture()
     for capture in (*owners, owners[0]):
@@ -161,9 +163,9 @@ def test_an_owner_of_graphs_has_one_stream_that_no_other_has_as_long_as_it_lives
         assert replay is not None and replay.output is output and replay.run is Graph.replay
         options = cuda.graph.call_args.kwargs
         assert options["capture_error_mode"] == "thread_local" and options["pool"] is cuda.graph_pool_handle()
-        streams.add(options["stream"])
-    assert len(streams) == POOL_STREAMS and options["stream"] == Stream(0)
-    del streams, options, owners[5], capture
+        seen.add(options["stream"])
+    assert len(seen) == POOL_STREAMS and options["stream"] == Stream(0)
+    del seen, options, owners[5], capture
     cuda.reset_mock()
     owners.append(cuda_graph_capture())
     owners[-1](lambda: output)
@@ -175,7 +177,7 @@ def test_an_owner_of_graphs_has_one_stream_that_no_other_has_as_long_as_it_lives
 
 
 def test_a_capture_without_memory_gives_none_and_other_errors_are_raised(cuda: MagicMock) -> None:
-    """The stream is given back, and the graph is kept with the others: its end would free what they use."""
+    """Stream and pool are given back, and the graph is kept with the others: its end would free what they use."""
     graphs = list[ref[Graph]]()
 
     def noted() -> Graph:
@@ -196,6 +198,7 @@ def test_a_capture_without_memory_gives_none_and_other_errors_are_raised(cuda: M
     with pytest.raises(RuntimeError, match="not permitted"):
         capture(MagicMock())
     assert cuda.set_stream.call_args_list == [call("default")]
+    assert cuda.ended.call_args_list == [call(cuda.current_device(), cuda.graph_pool_handle())]
 
 
 # passes

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
+from weakref import finalize
 
 import numpy as np
 import torch
@@ -13,6 +15,10 @@ from titan.core.arrays import Ints
 from titan.core.kv_tensor import KVTensor
 from titan.core.trees import Upload
 from titan.kernels.torch.cache import TorchCache, host_shape, runs
+from titan.kernels.triton.streams import StreamOwner, own_stream
+
+STAGED_BYTES = 64 * 2**20
+"""Bytes of blocks on their way in that the device has twice at a time."""
 
 
 class CudaCache(TorchCache):
@@ -32,11 +38,16 @@ class CudaCache(TorchCache):
         self._arrival: torch.cuda.Event | None = None  # of the blocks copied in last, until somebody waits
 
     @cached_property
+    def _owner(self) -> StreamOwner:
+        with torch.cuda.device(self._device):
+            return own_stream()  # when something is copied
+
+    @property
     def _stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self._device)  # made when something is copied
+        return self._owner.stream
 
     def host_blocks(self, kv: KVTensor, num_blocks: int) -> list[Tensor]:
-        return [torch.zeros(host_shape(group, num_blocks), dtype=group.dtype, pin_memory=True) for group in kv.groups]
+        return [page_locked(torch.zeros(host_shape(group, num_blocks), dtype=group.dtype), self._device) for group in kv.groups]
 
     def copy_out(self, kv: KVTensor, host: Sequence[Tensor], sources: Ints, targets: Ints) -> None:
         self.await_copies()  # one of the blocks may have been copied in just now
@@ -51,7 +62,7 @@ class CudaCache(TorchCache):
     def copy_in(self, kv: KVTensor, host: Sequence[Tensor], sources: Ints, targets: Ints) -> None:
         with self._after_passes():
             for group, blocks in zip(kv.groups, host, strict=True):
-                for away, here in runs(sources, targets):
+                for away, here in runs(sources, targets, max(1, STAGED_BYTES // blocks[0].nbytes)):
                     group[:, here].copy_(blocks[away].to(group.device, non_blocking=True).transpose(0, 1))
             self._arrival = self._stream.record_event()
 
@@ -64,3 +75,28 @@ class CudaCache(TorchCache):
         """Return the copies' stream as a context, after all that was launched so far."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(self._stream)
+
+
+def page_locked(tensor: Tensor, device: torch.device) -> Tensor:
+    """Lock the pages of a tensor on the host as long as it lives, so that a device copies from and to them beside its passes.
+
+    PyTorch's own memory of this kind takes up to twice as much: its sizes are powers of two.
+
+    Raises:
+        MemoryError: the system does not permit to lock as much.
+    """
+    if not tensor.nbytes:
+        return tensor
+    address = tensor.data_ptr()
+    error = int(torch.cuda.cudart().cudaHostRegister(address, tensor.nbytes, 0))
+    if error:
+        with suppress(RuntimeError):
+            torch.ones(1, device=device)  # else PyTorch would find the error after the next kernel, and blame that
+        raise MemoryError(f"{tensor.nbytes} bytes of the host cannot be page-locked: CUDA error {error}")
+    finalize(tensor, _unlock_pages, address, device).atexit = False
+    return tensor
+
+
+def _unlock_pages(address: int, device: torch.device) -> None:
+    torch.cuda.synchronize(device)  # copies may be on their way
+    torch.cuda.cudart().cudaHostUnregister(address)

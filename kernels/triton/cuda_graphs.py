@@ -6,20 +6,19 @@ before it serves: to capture one on first use waits for the device, and may comp
 
 from __future__ import annotations
 
-import gc
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from itertools import pairwise
 from typing import NamedTuple
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from titan.core.out_of_memory import is_out_of_memory
 from titan.kernels.interfaces import PassCounts, PassLimits
+from titan.kernels.triton.streams import own_stream
 
 MAX_GRAPH_TOKENS = 4096
 """Most tokens of a graph without prefill chunks; larger passes keep the device busy for longer than it takes to launch them."""
@@ -34,9 +33,6 @@ FEW_REQUESTS = 64
 
 MAX_FREE_TOKENS = 64
 """Tokens up to which padding is free: by arithmetic, such a pass waits for the weights as long as one of a single token does."""
-
-POOL_STREAMS = 32
-"""Streams that PyTorch creates per device, and lends in turn."""
 
 
 class PassSize(NamedTuple):
@@ -184,20 +180,6 @@ class Replays:
         return replay.output
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class _StreamOwner:
-    """What keeps a stream of a device for itself, as long as it lives.
-
-    It is what weak references are to: those to a stream of PyTorch 2.11 outlive it, and end the interpreter with a crash.
-    """
-
-    stream: torch.cuda.Stream
-
-
-_owners: WeakSet[_StreamOwner] = WeakSet()
-"""Those of all captures of this process: PyTorch would lend their streams again."""
-
-
 def cuda_graph_capture() -> Capture:
     """Return a `Capture` on the current device, in CUDA graphs that share the memory of their intermediate results.
 
@@ -208,7 +190,7 @@ def cuda_graph_capture() -> Capture:
     Raises:
         RuntimeError: all streams of the device have an owner.
     """
-    pool, owner = torch.cuda.graph_pool_handle(), _own_stream()
+    pool, owner = torch.cuda.graph_pool_handle(), own_stream()
     failed: list[torch.cuda.CUDAGraph] = []  # destroyed together with the others, for the same reason
 
     def capture(function: Callable[[], Tensor]) -> Replay | None:
@@ -218,6 +200,8 @@ def cuda_graph_capture() -> Capture:
                 output = function()
         except Exception as error:
             torch.cuda.set_stream(before)  # torch.cuda.graph stays on its own stream if it cannot end a capture
+            with suppress(RuntimeError):  # and PyTorch before 2.12 then goes on to allocate in the pool
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
             failed.append(graph)
             if not _is_of_memory(error):
                 raise
@@ -225,24 +209,6 @@ def cuda_graph_capture() -> Capture:
         return Replay(graph.replay, output)
 
     return capture
-
-
-def _own_stream() -> _StreamOwner:
-    """Take a stream of the current device that no other capture has."""
-    stream = _unowned_stream()
-    if stream is None:
-        gc.collect()  # a user's reference cycle keeps an engine that is done with, and its streams
-        stream = _unowned_stream()
-    if stream is None:
-        raise RuntimeError(f"{POOL_STREAMS} models run from CUDA graphs on one device: no stream is left for another one")
-    owner = _StreamOwner(stream)
-    _owners.add(owner)
-    return owner
-
-
-def _unowned_stream() -> torch.cuda.Stream | None:
-    owned = [owner.stream for owner in _owners]
-    return next((stream for stream in (torch.cuda.Stream() for _ in range(POOL_STREAMS)) if stream not in owned), None)
 
 
 def _is_of_memory(error: BaseException | None) -> bool:
