@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise, zip_longest
 from os import PathLike
 from pathlib import Path
@@ -196,6 +197,16 @@ def test_a_waiting_request_times_out(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
     assert last.error == "timeout_s=3 is over: the request has 0 tokens of output and was waiting"
     for stream in streams:
         stream.close()  # type: ignore[attr-defined]
+
+
+def test_a_request_times_out_that_has_no_room_to_wait_in(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(llm, monkeypatch)
+    scheduler = llm.engine.scheduler
+    monkeypatch.setattr(scheduler, "options", replace(scheduler.options, max_waiting_requests=1))
+    params = greedy(40, ignore_eos=True, use_speculative=False)
+    outputs = llm.generate([PROMPTS[0]] * 8, params, False, timeout_s=[None] * 6 + [7.5, 3.5])
+    assert [output.error is None for output in outputs] == [True] * 6 + [False] * 2
+    assert [output.metrics.finished_time for output in outputs[6:]] == [8.0, 4.0]
 
 
 def test_abort_ends_all_completions_of_a_request_and_no_other(llm: LLM) -> None:

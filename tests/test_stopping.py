@@ -85,6 +85,24 @@ def test_a_stop_string_cuts_the_text_when_its_last_token_comes(text: str, stops:
     assert request.finish_reason == (None if request.stop_reason is None else FinishReason.STOP)
 
 
+class HalfCharacters:
+    """A tokenizer, one of whose tokens is a letter and the beginning of a longer character."""
+
+    def decode(self, token_ids: list[int], **_: Any) -> str:
+        return b"".join({1: b"a", 3: b"b\xf0"}.get(token_id, b"") for token_id in token_ids).decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("stop", "min_tokens", "text", "reason"),
+    [("b", 0, "a", "stop"), ("c", 0, "ab\ufffd", "length"), ("b", 3, "ab\ufffd", "length")],
+)
+def test_a_stop_string_is_found_in_what_was_held_back_to_the_end(stop: str, min_tokens: int, text: str, reason: str) -> None:
+    request = make_request(SamplingParams(stop=stop, min_tokens=min_tokens, max_tokens=3), max_tokens=2, tokenizer=HalfCharacters())
+    assert append_tokens(request, [1, 3]) == 2 and request.detokenizer is not None
+    assert (request.detokenizer.text, request.finish_reason) == (text, FinishReason(reason))
+    assert request.stop_reason == (stop if reason == "stop" else None)
+
+
 @pytest.fixture(scope="module")
 def make_llm(zoo: Zoo) -> Make:
     """An LLM with a tokenizer whose output is random ASCII, with this draft."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from titan.core.arrays import Ints
+from titan.core.checks import shown
 from titan.core.sampling_params import SamplingParams
 from titan.core.trees import Upload
 
@@ -102,7 +103,7 @@ def _allow(scores: Tensor, requests: list[TransformedRows], upload: Upload) -> N
 
 def _check_result(result: object, logits: Tensor) -> None:
     if not isinstance(result, Tensor) or result.shape != logits.shape:
-        found = f"shape {list(result.shape)}" if isinstance(result, Tensor) else repr(result)
+        found = f"shape {list(result.shape)}" if isinstance(result, Tensor) else shown(result)
         raise ValueError(f"a processor returned {found}: it must be a tensor of shape {list(logits.shape)}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from titan.core.request import Detokenizer, FinishReason, Request
 
@@ -27,13 +28,11 @@ def append_tokens(request: Request, token_ids: Sequence[int]) -> int:
         if may_stop and token_id in request.stop_token_ids:
             _stop_at_token(request, token_id)
         elif request.detokenizer is not None:
-            num_old_characters = len(request.detokenizer.text)
-            with abort_if_unreadable(request):
-                request.detokenizer.append(token_id)
-            if may_stop and not request.is_finished:
-                _stop_at_string(request, request.detokenizer, num_old_characters)
+            _extend_text(request, request.detokenizer, partial(request.detokenizer.append, token_id), may_stop)
         if count == num_left and not request.is_finished:
             request.finish_reason = FinishReason.LENGTH
+            if request.detokenizer is not None:  # what it holds back may have a stop string
+                _extend_text(request, request.detokenizer, request.detokenizer.finish, may_stop)
         if request.is_finished:
             return count
     return len(token_ids)
@@ -52,6 +51,15 @@ def abort_if_unreadable(request: Request, abort: Callable[[Request, str], None] 
         yield
     except Exception as error:  # noqa: BLE001 - a tokenizer may be code of the model's
         abort(request, f"the tokenizer cannot decode its tokens: {type(error).__name__}: {error}")
+
+
+def _extend_text(request: Request, detokenizer: Detokenizer, extend: Callable[[], None], may_stop: bool) -> None:
+    """Extend the text of a request, which ends at a stop string in it if it may."""
+    num_old_characters = len(detokenizer.text)
+    with abort_if_unreadable(request):
+        extend()
+    if may_stop and request.finish_reason is not FinishReason.ABORT:
+        _stop_at_string(request, detokenizer, num_old_characters)
 
 
 def _stop_at_token(request: Request, token_id: int) -> None:
