@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from operator import index
@@ -114,8 +115,10 @@ class Drafting:
         try:
             return ask()
         except Exception as error:  # noqa: BLE001 - whatever it is, it costs drafts and no request
+            [frame] = traceback.extract_tb(error.__traceback__, limit=-1)  # the innermost
             message = (
-                f"the drafter {self.drafter.name!r} failed, which costs drafts and no request: {type(error).__name__}: {error}"
+                f"the drafter {self.drafter.name!r} failed, which costs drafts and no request: {type(error).__name__}: {error} "
+                f"({frame.filename}:{frame.lineno})"
             )
             warnings.warn(message, RuntimeWarning, stacklevel=3)
             return otherwise

@@ -18,7 +18,7 @@ from titan.draft.vocabulary import VocabularyMap
 from titan.kernels.interfaces import Backend
 from titan.models.config import DecoderConfig, ModelConfig
 from titan.models.files import ModelFiles
-from titan.models.loader import load_model, load_tokenizer, open_model, resolve_dtype, resolve_model
+from titan.models.loader import DEMO, load_model, load_tokenizer, open_model, resolve_dtype, resolve_model
 
 DrafterFactory = Callable[[DraftContext], Drafter]
 DraftSpec = str | Drafter | None
@@ -36,6 +36,7 @@ def _make_ngram(context: DraftContext) -> Drafter:
     return NgramDrafter(context.max_draft_tokens)
 
 
+_MEMBERS = ("name", "max_draft_tokens", "kv", "propose", "commit")  # of a Drafter
 _FACTORIES: dict[str, DrafterFactory] = {"ngram": _make_ngram}
 
 
@@ -45,8 +46,8 @@ def register(name: str, factory: DrafterFactory) -> None:
     Raises:
         ValueError: the name is taken.
     """
-    if name in _FACTORIES:
-        raise ValueError(f"name={name!r} is taken; registered drafters: {', '.join(sorted(_FACTORIES))}")
+    if name in (taken := sorted({DEMO, *_FACTORIES})):
+        raise ValueError(f"name={name!r} is taken, as each of these is: {', '.join(taken)}")
     _FACTORIES[name] = factory
 
 
@@ -93,8 +94,13 @@ def _open_draft_model(spec: str, options: ModelOptions, context: DraftContext) -
 def _check_drafter(drafter: object, spec: object) -> None:
     """Refuse what is no drafter, or could not use its KV; ``spec`` is the drafter itself, or the name of what made it."""
     named = f"draft_model={spec!r}" if drafter is spec else f"draft_model={spec!r}, whose factory returned {drafter!r},"
-    if isinstance(drafter, type) or not isinstance(drafter, Drafter):  # a class has the methods of its instances
-        raise ValueError(f"{named} is not a drafter: allowed are None, a name, a folder, a hub id, or a Drafter")
+    if isinstance(drafter, type):  # which has the methods of its instances
+        raise ValueError(f"{named} is not a drafter: allowed is an instance, not the class")
+    if not isinstance(drafter, Drafter):
+        lacking = ", ".join(name for name in _MEMBERS if not hasattr(drafter, name))
+        raise ValueError(
+            f"{named} is not a drafter: allowed are None, a name, a folder, a hub id, or a Drafter, of which it lacks {lacking}"
+        )
     if drafter.kv is not None and not isinstance(drafter, CachingDrafter):
         raise ValueError(f"{named} has kv, but is not a CachingDrafter: allowed with attach() and lookahead()")
 
@@ -150,7 +156,9 @@ def _naming_the_draft(spec: str) -> Iterator[None]:
         yield
     except ValueError as error:
         names = ", ".join(map(repr, sorted(_FACTORIES)))
-        raise ValueError(f"draft_model={spec!r} cannot be used; besides models, {names} are allowed: {error}") from error
+        raise ValueError(
+            f"draft_model={spec!r} cannot be used; besides models, {names}, and None for no draft are allowed: {error}"
+        ) from error
 
 
 def _map_vocabulary(spec: str, config: ModelConfig, tokenizer: Any | None, context: DraftContext) -> VocabularyMap | None:

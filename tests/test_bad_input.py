@@ -22,7 +22,9 @@ from zoo import Zoo, random_prompts
 from titan import LLM, CompletionOutput, SamplingParams
 from titan.core.kv_tensor import KVGroup, KVLayout
 from titan.core.options import EngineConfig
+from titan.core.step import StepPlan
 from titan.core.terms import RequestTerms, as_terms
+from titan.core.trees import DraftTree
 from titan.draft.base import NoDrafter
 from titan.draft.ngram import NgramDrafter
 from titan.draft.registry import register
@@ -130,7 +132,7 @@ OTHERS: list[tuple[Callable[..., Any], dict[str, Any], list[str]]] = [
     (SamplingParams, {"logit_bias": {1: 100.5}}, ["logit_bias[1]=100.5", "[-100, 100]"]),
     (SamplingParams, {"logit_bias": {1: nan}}, ["logit_bias[1]=nan", "[-100, 100]"]),
     (SamplingParams, {"logit_bias": {1: "a"}}, ["logit_bias[1]='a'", "[-100, 100]"]),
-    (EngineConfig.of, {"draft_tree": "bush"}, ["draft_tree='bush'", "'auto', 'dynamic', 'chain'"]),
+    (EngineConfig.of, {"draft_tree": "bush"}, ["draft_tree='bush'", "'auto', 'dynamic', 'chain' or a list of parents"]),
     (EngineConfig.of, {"draft_tree": 3}, ["draft_tree=3", "'auto', 'dynamic', 'chain' or a list of parents"]),
     (EngineConfig.of, {"draft_tree": []}, ["draft_tree=[]", "a list of parents"]),
     (EngineConfig.of, {"draft_tree": [-1, 0.5]}, ["draft_tree=[-1, 0.5]", "a list of parents"]),
@@ -181,9 +183,11 @@ def test_options_that_are_not_allowed(make: Callable[..., Any], options: dict[st
 
 
 def test_an_option_that_there_is_not() -> None:
-    said = r"no option 'blocksize' \(did you mean 'block_size'\?\), 'xyz'; allowed: dtype, .*, block_size, .*, max_num_seqs"
+    said = r"no option 'blocksize' \(did you mean 'block_size'\?\), 'xyz'; allowed: model, draft_model, .*, block_size, .*, max_num"
     with pytest.raises(TypeError, match=said):
         LLM("demo", seed=3, blocksize=8, xyz=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"no option 'draf_model' \(did you mean 'draft_model'\?\)$"):
+        LLM("demo", draf_model="demo")  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"no option 'temprature' \(did you mean 'temperature'\?\)$"):
         SamplingParams(temprature=0.5)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"no option 'best_of'; allowed: n, temperature, "):
@@ -230,6 +234,13 @@ register("homeless", lambda _: Homeless())
 register("nothing", lambda _: None)  # type: ignore[arg-type,return-value]
 
 
+class Half:
+    name = "half"
+
+    def propose(self, plan: StepPlan) -> list[DraftTree]:
+        return []
+
+
 class Mistaken(NoDrafter):
     name = "mistaken"
     max_draft_tokens = -1
@@ -250,10 +261,11 @@ class Mistaken(NoDrafter):
         ({"kv_cache_memory": 10**15}, ["kv_cache_memory=1000000000000000 is more than the", "bytes that are free", "at most"]),
         ({"num_kv_blocks": 10**12}, ["num_kv_blocks=1000000000000 takes 12288000000000000 bytes", "are free: at most", "blocks"]),
         ({"tokenizer": "/no/such/folder"}, ["tokenizer='/no/such/folder'", "does not exist"]),
-        ({"draft_model": "/no/such/folder"}, ["draft_model='/no/such/folder'", "'ngram'", "does not exist"]),
+        ({"draft_model": "/no/such/folder"}, ["draft_model='/no/such/folder'", "'ngram'", "and None for no draft", "not exist"]),
         ({"draft_model": 5}, ["draft_model=5", "None, a name, a folder, a hub id, or a Drafter"]),
+        ({"draft_model": Half()}, ["draft_model=", "or a Drafter, of which it lacks max_draft_tokens, kv, commit"]),
         ({"draft_model": Homeless()}, ["draft_model=", "Homeless", "CachingDrafter", "attach() and lookahead()"]),
-        ({"draft_model": NoDrafter}, ["draft_model=", "NoDrafter", "is not a drafter"]),
+        ({"draft_model": NoDrafter}, ["draft_model=", "NoDrafter", "is not a drafter: allowed is an instance, not the class"]),
         ({"draft_model": "homeless"}, ["draft_model='homeless', whose factory returned", "CachingDrafter"]),
         ({"draft_model": "nothing"}, ["draft_model='nothing', whose factory returned None, is not a drafter"]),
         ({"draft_model": Mistaken()}, ["'mistaken'.max_draft_tokens=-1", "an integer >= 0"]),

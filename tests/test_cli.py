@@ -78,7 +78,7 @@ def test_a_shape_is_a_name_or_parents(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--draft-tree", "star"], "draft_tree='star' is not supported; allowed: 'auto', 'dynamic', 'chain'"),
+        (["--draft-tree", "star"], "draft_tree='star' is not allowed: it must be 'auto', 'dynamic', 'chain' or a list of parents"),
         (["--show-tree"], "--show-tree has no trees to show without a draft"),
         (["--compare"], "--compare has no speculation to compare without a draft"),
         (["--compare", "--draft-model", "ngram", "--speculation", "off"], "--compare has no speculation to compare without"),

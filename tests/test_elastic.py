@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -357,6 +358,8 @@ class Faulty(NoDrafter):
         self.num_steps += 1
         if self.num_steps % 3 == 0 and self.fault == "raises":
             raise OSError("disk is full")
+        if self.num_steps % 3 == 0 and self.fault == "proposes lists":
+            return [[5]] * len(plan.requests)  # type: ignore[list-item]
         return [self._chain(*each) for each in zip(plan.requests, plan.draft_budgets, strict=True)]
 
     def _chain(self, request: Any, budget: int) -> DraftTree:
@@ -370,10 +373,14 @@ class Faulty(NoDrafter):
             raise KeyError(5)
 
 
+RAISING_LINE = 1 + Path(__file__).read_text(encoding="utf-8").splitlines().index('            raise OSError("disk is full")')
+
+
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("raises", "OSError: disk is full"),
+        ("raises", rf"OSError: disk is full \({re.escape(__file__)}:{RAISING_LINE}\)"),
+        ("proposes lists", r"ValueError: the drafter 'faulty' proposed .*propose\(\) must return a list of one DraftTree per row"),
         ("proposes nonsense", r"ValueError: the drafter 'faulty' proposed .*5000"),
         ("does not commit", "KeyError: 5"),
     ],

@@ -99,6 +99,10 @@ TRANSLATIONS: Mapping[str, Translation] = {
 }
 
 
+OWN_ARGUMENTS = ("model", "draft_model", "tokenizer")
+"""Arguments of `titan.LLM` beside its options."""
+
+
 class Translated(NamedTuple):
     """What the options of an LLM mean."""
 
@@ -119,7 +123,7 @@ def translate(options: Mapping[str, Any], draft_model: DraftSpec) -> Translated:
     """
     names = (*EngineOptions.__annotations__, *TRANSLATIONS)
     if unknown := [name for name in options if name not in names]:
-        raise TypeError(unknown_names(unknown, names))
+        raise TypeError(unknown_names(unknown, (*OWN_ARGUMENTS, *names)))
     ours: dict[str, Any] = {} if draft_model is None else {"draft_model": draft_model}
     sources: dict[str, str] = {}  # by Titan's name, where the user gave another
     ours |= {name: value for name, value in options.items() if name not in TRANSLATIONS}

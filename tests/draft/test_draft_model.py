@@ -255,6 +255,9 @@ def test_a_registered_name_means_its_factory(zoo: Zoo, monkeypatch: pytest.Monke
 
     monkeypatch.setattr("titan.draft.registry._FACTORIES", dict(_FACTORIES))
     register("mine", lambda context: Mine())
+    for taken in ("mine", "demo", "ngram"):
+        with pytest.raises(ValueError, match=f"name='{taken}' is taken, as each of these is: demo, .*mine, ngram"):
+            register(taken, lambda context: Mine())
     engine = make_engine(zoo.path("llama"), "mine", **AMPLE)
     assert engine.metrics().draft == "mine"
     assert run_all(engine, PROMPTS[:2], [greedy(5)] * 2) == [zoo.greedy("llama", prompt, 5) for prompt in PROMPTS[:2]]

@@ -147,9 +147,8 @@ class SpeculationOptions:
         self._check_draft_tree()
 
     def _check_draft_tree(self) -> None:
-        parents = self.draft_tree
-        if isinstance(parents, str):
-            check_choice("draft_tree", parents, DRAFT_TREES)
+        parents: Any = self.draft_tree
+        if isinstance(parents, str) and parents in DRAFT_TREES:
             return
         is_list = isinstance(parents, Sequence) and all(map(is_integer, parents))
         if not is_list or len(parents) == 0:
@@ -277,7 +276,7 @@ class MemoryOptions:
 
 def weight_bits_of(text: str) -> int | str | None:
     """Read ``draft_weight_bits`` from a command line; `ModelOptions` checks it."""
-    return int(text) if text.isdecimal() else None if text == "none" else text
+    return int(text) if text.isdecimal() else None if text.lower() == "none" else text
 
 
 def _check_optional(name: str, value: int | None, high: int | None = None) -> int | None:

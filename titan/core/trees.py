@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from titan.core.arrays import Flags, Ints
+from titan.core.checks import shown
 from titan.core.limits import MAX_NODES
 
 Parents = NDArray[np.int32]
@@ -257,7 +258,15 @@ class DraftTrees:
         Raises:
             ValueError: with what is wrong, what was found, and what is allowed.
         """
-        num_rows = proposal.num_rows if isinstance(proposal, DraftTrees) else len(proposal)
+        if isinstance(proposal, DraftTrees):
+            num_rows = proposal.num_rows
+        elif isinstance(proposal, Sequence) and all(isinstance(tree, DraftTree) for tree in proposal):
+            num_rows = len(proposal)
+        else:
+            raise ValueError(
+                f"the drafter {drafter!r} proposed {shown(proposal)}: propose() must return a list of one DraftTree per row of the "
+                f"plan, or DraftTrees"
+            )
         if num_rows != len(limits.num_nodes):
             raise ValueError(f"the drafter {drafter!r} proposed {num_rows} trees: the plan has {len(limits.num_nodes)} rows")
         if isinstance(proposal, DraftTrees):
