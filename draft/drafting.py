@@ -51,6 +51,11 @@ class Drafting:
         """Share of the target's tokens that a draft model can propose; ``None``: the drafter is none."""
         return None if self._model is None else self._model.shared_vocabulary
 
+    @property
+    def weight_bits(self) -> int | None:
+        """Bits to which a draft model's matrices were rounded; ``None``: they were not, or the drafter is none."""
+        return None if self._model is None else self._model.weight_bits
+
     def attach(self, kv: KVTensor) -> None:
         """Give a drafter with KV another cache; what it raises is raised."""
         if self._caching is not None:

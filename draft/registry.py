@@ -86,7 +86,7 @@ def _open_draft_model(spec: str, options: ModelOptions, context: DraftContext) -
         order = None if vocabulary is None else vocabulary.order
         with _naming_the_draft(spec):
             model = load_model(checkpoint, dtype=dtype, backend=context.backend, order=order, weight_bits=weight_bits)
-        return DraftModelDrafter(spec, model, context, vocabulary)
+        return DraftModelDrafter(spec, model, context, vocabulary, weight_bits)
 
     return load
 

@@ -423,6 +423,7 @@ class Engine:
             draft_coverage=ratio(num_drafted, num_committed) if scheduler.running else None,
             draft=self.drafter.name,
             draft_vocabulary=self.drafting.shared_vocabulary,
+            draft_weight_bits=self.drafting.weight_bits,
             graph_hit_rate=self.passes.hit_rate,
             speculation=None if self.adaptive is None else self.adaptive.metrics(mean_draft_tokens),
         )

@@ -11,6 +11,7 @@ from back_ends import CODED, KINDS, make_back_end
 from stepping import AMPLE, greedy, make_engine, run_all
 from zoo import Zoo, random_prompts
 
+from titan.core.options import weight_bits_of
 from titan.draft.draft_model import DraftModelDrafter
 from titan.engine import Engine
 from titan.models.decoder import Decoder
@@ -57,6 +58,7 @@ def test_a_rounded_draft_changes_no_greedy_output(zoo: Zoo, name: str, bits: int
     expected = [zoo.greedy("llama", prompt, 16, ignore_eos=True) for prompt in PROMPTS]
     assert run_all(engine, PROMPTS, [greedy(16, ignore_eos=True)] * 4) == expected
     assert engine.metrics().mean_acceptance_length > 1.2, "it still guesses well"
+    assert engine.metrics().draft_weight_bits == 8
     engine.swap_draft(zoo.path("other"))
     assert {each.dtype for each in drafting(engine)} == {torch.int8}
     assert run_all(engine, PROMPTS, [greedy(16, ignore_eos=True)] * 4) == expected
@@ -78,7 +80,11 @@ def test_where_nothing_reads_8_bits_they_are_refused(zoo: Zoo, name: str, option
     with pytest.raises(ValueError, match=message):
         make_engine(zoo.path("llama"), zoo.path("llama~"), **options)
     engine = make_engine(zoo.path("llama"), "ngram", **options)  # which has no weights
-    assert engine.drafter.name == "ngram"
+    assert engine.drafter.name == "ngram" and engine.metrics().draft_weight_bits is None
+
+
+def test_the_command_line_writes_none_in_any_case() -> None:
+    assert [weight_bits_of(text) for text in ("none", "None", "auto", "8")] == [None, None, "auto", 8]
 
 
 @pytest.mark.parametrize(
@@ -93,4 +99,4 @@ def test_weights_stay_as_they_are_unless_8_bits_are_read_in_less_time(zoo: Zoo, 
     options = AMPLE | {"draft_weight_bits": bits, "draft_dtype": dtype, "backend": make_back_end(name)}
     engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **options)
     plain = load_decoder(zoo.path("llama~"), dtype=dtype, backend=make_back_end(name))
-    assert all(map(torch.equal, drafting(engine), matrices(plain)))
+    assert all(map(torch.equal, drafting(engine), matrices(plain))) and engine.metrics().draft_weight_bits is None

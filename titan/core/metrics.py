@@ -151,6 +151,7 @@ class EngineMetrics:
     draft_coverage: float | None  # share of the running requests' committed tokens with valid draft KV; None: none running
     draft: str  # name of the drafter
     draft_vocabulary: float | None  # share of the target's tokens that the draft model can propose; None: no model drafts
+    draft_weight_bits: int | None  # 8: the draft model's matrices were rounded; None: they were not, or no model drafts
     graph_hit_rate: float | None  # share of target and draft passes replayed as CUDA graphs; None: no such device
     speculation: SpeculationMetrics | None  # None: speculation is not adaptive, or nothing drafts
 
