@@ -123,7 +123,7 @@ def _processor() -> str:
 
 def _compile(command: list[str], folder: Path, identity: str, how_often: str) -> Path:
     """Compile the library into a folder and return its path; ``how_often`` is for the message."""
-    LOG.warning("compiling the kernels of this CPU, which takes about half a minute (%s)", how_often)
+    LOG.warning("compiling the kernels of this CPU, which takes half a minute to a minute (%s)", how_often)
     with tempfile.TemporaryDirectory(dir=folder) as temporary:  # other processes may compile at the same time
         built = Path(temporary) / "cpu_kernels.so"
         full_command = [*command, str(SOURCE), "-o", str(built)]
