@@ -137,6 +137,33 @@ def test_completions_finish_where_only_one_fits(zoo: Zoo, caching: bool, reserva
     assert not engine.counters.num_preemptions or reservation == "on_demand"
 
 
+def test_the_prompt_is_computed_once_though_the_prefix_cache_is_reset_meanwhile(zoo: Zoo) -> None:
+    engine = make_engine(zoo.path("llama"), num_kv_blocks=80, block_size=8, prefill_chunk_size=16)
+    family = add(engine, greedy(4, n=4, ignore_eos=True))
+    for _ in range(2):
+        engine.step()
+    engine.kv.forget_cached()
+    drain(engine)
+    assert outputs_of(family) == [zoo.greedy("llama", PROMPT, 4, ignore_eos=True)] * 4
+    assert engine.counters.num_rows == 40 + 3 + 4 * 3
+
+
+def test_completions_share_a_prompt_that_one_computes_beside_cached_blocks_of_it_as_reserved(zoo: Zoo) -> None:
+    """The first needs logits of the prompt, which cached blocks do not hold; the others await it, and count its blocks."""
+    options: dict[str, Any] = {"num_kv_blocks": 11, "block_size": 8, "prefill_chunk_size": 8}
+    engine = make_engine(zoo.path("llama"), reservation="max_tokens", **options)
+    prompt = PROMPT[:33]
+    add(engine, greedy(1), prompt)
+    drain(engine)
+    beside, family = add(engine, greedy(38, ignore_eos=True), PROMPT[-2:]), add(engine, greedy(7, n=2, prompt_logprobs=0), prompt)
+    engine.step()
+    assert len(engine.scheduler.running) == 3, "of 11 blocks, it may take 5, and they 4 together and one each"
+    drain(engine)
+    assert engine.counters.num_preemptions == 0
+    assert outputs_of(family) == [zoo.greedy("llama", prompt, 7)] * 2
+    assert outputs_of(beside) == [zoo.greedy("llama", PROMPT[-2:], 38, ignore_eos=True)]
+
+
 @pytest.fixture(scope="module")
 def llm(zoo: Zoo) -> LLM:
     return LLM(zoo.path("llama+text"), zoo.path("llama~"), num_kv_blocks=64, max_batch_size=5, max_waiting_requests=6, **CPU)

@@ -78,6 +78,29 @@ def test_a_sibling_takes_only_what_is_computed_and_covered_by_the_draft(ops: Moc
     assert second.num_cached_blocks == 0
 
 
+@pytest.mark.parametrize(("num_drafted", "covered"), [(7, 4), (8, 16)])
+def test_a_sibling_takes_blocks_of_its_sibling_then_cached_ones_then_those_of_the_swap_space(
+    swapping: KVCache, ops: Mock, num_drafted: int, covered: int
+) -> None:
+    """The sibling's own blocks are not cached, since others hold the same; the draft's coverage ends where it ends there."""
+    kv = swapping
+    swapped = compute(kv, 17, num_drafted=16)
+    assert kv.swap_out(swapped)
+    kv.pool.forget_cached()
+    cached = compute(kv, 13, num_drafted=12)
+    first, second = make_request(range(18)), make_request(range(18))
+    first.siblings = second.siblings = (first, second)
+    assert kv.reserve(first, 9)
+    first.commit(9)
+    first.cover_draft(num_drafted)
+    kv.cache_full_blocks(first)
+    kv.admit(second)
+    assert second.block_ids[:3] == first.block_ids[:2] + cached.block_ids[2:]
+    assert copies(ops.copy_in) == [(swapped.swapped_block_ids[3:].tolist(), second.block_ids[3:].tolist())]
+    assert (second.num_computed_tokens, second.num_drafted_context, second.num_cached_blocks) == (16, covered, 4)
+    kv.check((swapped, cached, first, second))
+
+
 def test_who_needs_logits_of_the_prompt_awaits_no_sibling_for_it(kv: KVCache) -> None:
     """Such as one that has been preempted: what the sibling computes is of no use to it."""
     first, second, third = (make_request(range(15)) for _ in range(3))

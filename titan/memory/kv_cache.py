@@ -28,8 +28,8 @@ from titan.memory.swap_space import SwapSpace, find_blocks, take_blocks
 class Prefix(NamedTuple):
     """Full blocks that are already computed and hold a prefix of a request's committed tokens."""
 
-    block_ids: Sequence[int]  # but those in the swap space
-    swapped: dict[int, int]  # blocks of the swap space by their place in the prefix
+    block_ids: dict[int, int]  # by their place in the prefix, but those in the swap space
+    swapped: dict[int, int]  # the same of blocks of the swap space
     block_hashes: list[bytes]  # one per block, or none without prefix caching
     num_drafted_blocks: int  # leading blocks that the current draft covers
 
@@ -125,16 +125,16 @@ class KVCache:
     def match_prefix(self, request: Request) -> None:
         """Give a request without blocks the computed full blocks that hold the longest prefix of its committed tokens.
 
-        These are cached blocks, copied in if they are in the swap space; without prefix caching, blocks of the prompt that a
-        sibling holds. The root is never part of them, so that there is always something to compute. Sets the block table and its
-        hashes, and the counters of both caches.
+        These are blocks of the prompt that a sibling holds, then cached blocks, copied in if they are in the swap space. The root
+        is never part of them, so that there is always something to compute. Sets the block table and its hashes, and the counters
+        of both caches.
         """
         prefix = self._find_prefix(request)
         if prefix.swapped:
             request.extend_blocks(self._copy_prefix(prefix))
         else:
-            self.pool.acquire(prefix.block_ids)
-            request.extend_blocks(prefix.block_ids)
+            self.pool.acquire(prefix.block_ids.values())
+            request.extend_blocks(prefix.block_ids.values())
         self._ops.await_copies()
         request.mark_cached(len(prefix.block_hashes), prefix.num_drafted_blocks)
         request.commit(len(request.block_ids) * self.block_size)
@@ -144,8 +144,8 @@ class KVCache:
         """Whether a sibling is computing the prompt, which a request without KV then need not compute."""
         if request.block_ids or request.is_swapped or request.prompt_logits(request.num_prompt_tokens):
             return False
-        num_computed = [sibling.num_computed_tokens for sibling in request.siblings if sibling.block_ids]
-        return bool(num_computed) and max(num_computed) < self._num_common_tokens(request)
+        sibling = self._leading_sibling(request)
+        return sibling is not request and sibling.num_computed_tokens < self._num_common_tokens(request)
 
     def reserve(self, request: Request, num_slots: int) -> bool:
         """Extend the block table to cover ``num_slots`` slots, committed tokens and lookahead slots together.
@@ -378,8 +378,7 @@ class KVCache:
         space, swapped = self.swap_space, list(prefix.swapped.values())
         space.pool.acquire(swapped)
         try:
-            found = find_blocks(self.pool, prefix.block_hashes, 0, self.draft_epoch)
-            block_ids = self._take(found, prefix.block_hashes, prefix.swapped)
+            block_ids = self._take(prefix.block_ids, prefix.block_hashes, prefix.swapped)
         finally:
             space.pool.release(swapped[::-1])
         space.num_hits += len(swapped)
@@ -402,11 +401,10 @@ class KVCache:
         """
         num_tokens = self._num_common_tokens(request)
         num_full_blocks, num_slots = divmod(num_tokens, self.block_size)
-        holders = [each for each in request.siblings if each.block_ids and each.num_computed_tokens >= num_tokens]
+        sibling = self._leading_sibling(request)
         is_wanted = num_slots and len(request.block_ids) == num_full_blocks and not request.prompt_logits(num_tokens)
-        if not (is_wanted and holders and self.pool.num_free):
+        if not (is_wanted and sibling.num_computed_tokens >= num_tokens and self.pool.num_free):
             return
-        sibling = max(holders, key=lambda each: each.num_drafted_context)
         source = sibling.block_ids[num_full_blocks]
         request.extend_blocks(self._allocate(1))
         self._clear_in_draft([source])
@@ -439,7 +437,7 @@ class KVCache:
 
     def _found_blocks(self, request: Request) -> Collection[int]:
         """Return the blocks that a request without blocks finds computed, and need not copy from the swap space."""
-        return self._find_swapped(request).values() if request.is_swapped else self._find_prefix(request).block_ids
+        return self._find_swapped(request).values() if request.is_swapped else self._find_prefix(request).block_ids.values()
 
     def _find_prefix(self, request: Request) -> Prefix:
         """Return the computed blocks that hold a prefix of the tokens of a request without blocks, its root excluded.
@@ -447,32 +445,35 @@ class KVCache:
         There are none for a request whose prompt still needs logits, which blocks do not hold.
         """
         if request.prompt_logits(request.num_prompt_tokens):
-            return Prefix([], {}, [], 0)
-        return self._cached_prefix(request) if self.pool.enable_caching else self._siblings_prefix(request)
-
-    def _cached_prefix(self, request: Request) -> Prefix:
-        block_ids, swapped, block_hashes, epochs = list[int](), dict[int, int](), list[bytes](), list[int]()
-        for i in range((request.num_tokens - 1) // self.block_size):
+            return Prefix({}, {}, [], 0)
+        sibling = self._leading_sibling(request)
+        num_shared = min(sibling.num_computed_tokens, self._num_common_tokens(request)) // self.block_size
+        block_ids = dict(enumerate(sibling.block_ids[:num_shared]))  # whether or not they are cached: they are counted as shared
+        swapped, block_hashes, epochs = dict[int, int](), list[bytes](), list[int]()
+        for i in range((request.num_tokens - 1) // self.block_size if self.pool.enable_caching else 0):
             block_hash = self._block_hash(request, i)
-            if (block_id := self.pool.lookup(block_hash)) is not None:
-                block_ids.append(block_id)
-                epochs.append(self.pool.draft_epochs[block_id])
-            elif (block_id := self.swap_space.pool.lookup(block_hash)) is not None:
-                swapped[i] = block_id
-                epochs.append(self.swap_space.pool.draft_epochs[block_id])
-            else:
-                break
+            if i >= num_shared:
+                if (block_id := self.pool.lookup(block_hash)) is not None:
+                    block_ids[i] = block_id
+                    epochs.append(self.pool.draft_epochs[block_id])
+                elif (block_id := self.swap_space.pool.lookup(block_hash)) is not None:
+                    swapped[i] = block_id
+                    epochs.append(self.swap_space.pool.draft_epochs[block_id])
+                else:
+                    break
             block_hashes.append(block_hash)
-        num_drafted_blocks = len(list(takewhile(self.draft_epoch.__eq__, epochs)))
+        num_drafted_blocks = min(sibling.num_drafted_context // self.block_size, num_shared)
+        if num_drafted_blocks == num_shared:
+            num_drafted_blocks += len(list(takewhile(self.draft_epoch.__eq__, epochs)))
         return Prefix(block_ids, swapped, block_hashes, num_drafted_blocks)
 
-    def _siblings_prefix(self, request: Request) -> Prefix:
-        holders = [each for each in request.siblings if each.block_ids]  # a swapped one has counters, and no blocks
-        if not holders:
-            return Prefix([], {}, [], 0)
-        sibling = max(holders, key=lambda each: each.num_computed_tokens)
-        num_shared = min(sibling.num_computed_tokens, self._num_common_tokens(request)) // self.block_size
-        return Prefix(sibling.block_ids[:num_shared], {}, [], min(sibling.num_drafted_context // self.block_size, num_shared))
+    def _leading_sibling(self, request: Request) -> Request:
+        """Return the sibling with the most KV of the common tokens, of several the one that the draft has seen most of.
+
+        It is the request itself if none has blocks: one that is swapped out has counters, and no blocks.
+        """
+        num_tokens, holders = self._num_common_tokens(request), [each for each in request.siblings if each.block_ids]
+        return max(holders, key=lambda each: (min(each.num_computed_tokens, num_tokens), each.num_drafted_context), default=request)
 
     def _num_common_tokens(self, request: Request) -> int:
         """Return the number of tokens of the prompt, the root excluded, whose KV all siblings have in common."""
