@@ -268,7 +268,8 @@ class Engine:
         """Replace the drafter between steps; requests in flight continue, and the new draft catches up with them.
 
         The KV cache keeps its number of blocks, the swap space its bytes: where blocks now take more or fewer, it starts empty.
-        Where the host has no memory for it any more, a warning says that there is none.
+        Where the host has no memory for it any more, a warning says that there is none. With adaptive speculation, models whose
+        passes were not measured before are measured first, in about two seconds; that takes no block from requests in flight.
 
         Raises:
             ValueError: as in the constructor, or there is too little memory for the draft's KV; the current drafter then stays.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 from titan.adaptive.costs import Costs
 from titan.adaptive.measure import Extent, Subject, measure
 from titan.adaptive.pass_cost import PassCost
@@ -20,8 +22,8 @@ MAX_PROFILED_FEED = 256
 class Profiler:
     """Measures the target's passes once, and a draft's when it comes.
 
-    The target's are measured on blocks that are free and not cached, or on the one whose cached content is the oldest. A draft's
-    cache is new then: nothing is lost, whosever blocks these are.
+    The target's are measured on blocks that the KV cache lends. A draft's cache is new then: nothing is lost, whosever blocks these
+    are.
 
     Args:
         backend: that runs the passes.
@@ -44,25 +46,22 @@ class Profiler:
             max_draft_tokens: per request.
 
         Raises:
-            RuntimeError: no block is free, or the device has too little memory (torch.OutOfMemoryError).
+            RuntimeError: the device has too little memory (torch.OutOfMemoryError).
         """
-        schedule, pool = self._schedule, self._kv.pool
-        subjects, block_ids = list[Subject](), list[int]()
-        if self.target is None:
-            block_ids = pool.allocate(min(max(pool.num_blank, 1), MAX_PROFILED_BLOCKS))
-            subjects.append(Subject(runner, max_draft_tokens, block_ids, self._max_model_len))
-        if isinstance(drafter, ModelDrafter):
-            any_blocks, max_len = range(min(pool.num_blocks, MAX_PROFILED_BLOCKS)), min(self._max_model_len, drafter.max_len)
-            num_fed = min(MAX_PROFILED_FEED, schedule.max_num_batched_tokens)
-            subjects.append(Subject(drafter.runner, 0, any_blocks, max_len, num_fed, self._backend.is_host))
+        schedule, kv, subjects = self._schedule, self._kv, list[Subject]()
         max_rows = schedule.max_num_batched_tokens
         if schedule.max_inter_token_s is None:  # prompts do not matter
             max_rows = min(max_rows, schedule.max_batch_size * (1 + max_draft_tokens))
-        try:
-            with self._backend.active():  # as in steps, now that the back end knows the models
-                costs = measure(subjects, self._backend, Extent(self._kv.block_size, schedule.max_batch_size, max_rows))
-        finally:
-            pool.release(block_ids[::-1])  # so that they are allocated in the same order as before
+        with ExitStack() as stack:
+            if self.target is None:
+                block_ids = stack.enter_context(kv.lend_blocks(MAX_PROFILED_BLOCKS))
+                subjects.append(Subject(runner, max_draft_tokens, block_ids, self._max_model_len))
+            if isinstance(drafter, ModelDrafter):
+                any_blocks, max_len = range(min(kv.num_blocks, MAX_PROFILED_BLOCKS)), min(self._max_model_len, drafter.max_len)
+                num_fed = min(MAX_PROFILED_FEED, schedule.max_num_batched_tokens)
+                subjects.append(Subject(drafter.runner, 0, any_blocks, max_len, num_fed, self._backend.is_host))
+            stack.enter_context(self._backend.active())  # as in steps, now that the back end knows the models
+            costs = measure(subjects, self._backend, Extent(kv.block_size, schedule.max_batch_size, max_rows))
         if self.target is None:
             self.target = costs.pop(0)
         return Costs(self.target, costs[0] if costs else None)

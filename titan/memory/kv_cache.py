@@ -8,7 +8,8 @@ path that is not the first nodes of its tree. It is copied to the swap space and
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain, takewhile
 from typing import NamedTuple
 
@@ -277,6 +278,31 @@ class KVCache:
     def measure_copies(self, wait: Callable[[Sequence[Tensor]], object]) -> float:
         """Return the seconds of copying a block to the swap space and back; see `SwapSpace.measure_copies`."""
         return self.swap_space.measure_copies(self._tensors, self.pool, wait)
+
+    @contextmanager
+    def lend_blocks(self, most: int) -> Iterator[Sequence[int]]:
+        """Lend blocks whose content in the target's cache may be overwritten, at least one, as a context.
+
+        These are free and not cached; where there is none, it is one whose content is kept on the host meanwhile.
+
+        Args:
+            most: number of blocks.
+        """
+        if count := min(self.pool.num_blank, most):
+            block_ids = self.pool.allocate(count)
+            try:
+                yield block_ids
+            finally:
+                self.pool.release(block_ids[::-1])  # so that they are allocated in the same order as before
+            return
+        tensor, first = self._tensors["target"], np.zeros(1, np.int64)
+        kept = self._ops.host_blocks(tensor, 1)
+        self._ops.copy_out(tensor, kept, first, first)
+        try:
+            yield [0]
+        finally:
+            self._ops.copy_in(tensor, kept, first, first)
+            self.await_copies()
 
     def compact(self, requests: Sequence[Request], tensors: Mapping[Role, KVTensor] | None = None) -> int:
         """Move all blocks with content to the front of every attached cache, those of a request in a row.
