@@ -59,6 +59,7 @@ class DraftBench:
             dtype=args.dtype,
             **model_options(args),
             speculation="fixed",
+            draft_weight_bits=None,  # recipes say what they round
             max_draft_tokens=max(recipe.num_tokens for recipe in recipes.values()),
             max_batch_size=args.concurrency,
             max_model_len=max_model_len,

@@ -88,11 +88,6 @@ class ModelDrafter(Drafter, Protocol):
         """Share of the target's tokens that the model can propose."""
         ...
 
-    @property
-    def weight_bits(self) -> int | None:
-        """Bits to which the model's matrices were rounded; ``None``: they are as they were."""
-        ...
-
 
 @runtime_checkable
 class ConfidentDrafter(Drafter, Protocol):

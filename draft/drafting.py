@@ -14,6 +14,7 @@ from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import DraftTrees, TreeLimits
 from titan.draft.base import CachingDrafter, ConfidentDrafter, Drafter, ModelDrafter, ReviewingDrafter, ReviewReport
+from titan.draft.draft_model import DraftModelDrafter
 from titan.kernels.interfaces import Backend
 
 T = TypeVar("T")
@@ -54,7 +55,7 @@ class Drafting:
     @property
     def weight_bits(self) -> int | None:
         """Bits to which a draft model's matrices were rounded; ``None``: they were not, or the drafter is none."""
-        return None if self._model is None else self._model.weight_bits
+        return self.drafter.weight_bits if isinstance(self.drafter, DraftModelDrafter) else None
 
     def attach(self, kv: KVTensor) -> None:
         """Give a drafter with KV another cache; what it raises is raised."""

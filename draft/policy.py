@@ -99,7 +99,7 @@ class DraftPolicy:
             return ShapeSpec(shape_plan(self.fixed_shape[:budget].tobytes()))
         if self._is_chain(budget) and not self._stops_early:
             return chain_spec(budget)
-        if not self._is_narrow(budget) and (wide := self._beam(request, budget, worth)).num_slots <= num_slots:
+        if not self._is_narrow(budget) and (wide := self._beam(budget, score_temperature(request), worth)).num_slots <= num_slots:
             return wide
         depth = min(budget, _worthwhile_depth(request)) if worth is None else budget
         num_children = 1 if self.draft_tree == "chain" else CHAIN_CHILDREN
@@ -114,17 +114,17 @@ class DraftPolicy:
         if not self._is_chain(most):  # a wide beam becomes narrow where slots are short
             specs.append(BeamSpec(most, most, 1, CHAIN_CHILDREN, GREEDY_TEMPERATURE))
         if not self._is_narrow(most):
-            specs.append(BeamSpec(most, self.beam_depth, self.width, self.width + 1, GREEDY_TEMPERATURE))
+            specs.append(self._beam(most, GREEDY_TEMPERATURE))
         return specs
 
     def lookahead(self, request: Request, budget: int) -> int:
         """Return the number of slots after the root that a request's tree grows best with; more than the budget for a beam."""
         if budget <= 1 or self.fixed_shape is not None or self._is_narrow(budget) or self.is_sampled(request):
             return budget
-        return max(budget, self._beam(request, budget).num_slots)
+        return max(budget, self._beam(budget, score_temperature(request)).num_slots)
 
-    def _beam(self, request: Request, budget: int, worth: Worth | None = None) -> BeamSpec:
-        return BeamSpec(budget, min(budget, self.beam_depth), self.width, self.width + 1, score_temperature(request), worth)
+    def _beam(self, budget: int, temperature: float, worth: Worth | None = None) -> BeamSpec:
+        return BeamSpec(budget, min(budget, self.beam_depth), self.width, self.width + 1, temperature, worth)
 
     def _is_chain(self, budget: int) -> bool:
         return self.draft_tree == "chain" or budget == 1 or (self.draft_tree == "auto" and budget <= MAX_CHAIN_NODES)

@@ -93,14 +93,27 @@ class HalfCharacters:
 
 
 @pytest.mark.parametrize(
-    ("stop", "min_tokens", "text", "reason"),
-    [("b", 0, "a", "stop"), ("c", 0, "ab\ufffd", "length"), ("b", 3, "ab\ufffd", "length")],
+    ("stop", "min_tokens", "last", "text", "reason"),
+    [
+        ("b", 0, 3, "a", "stop"),
+        ("c", 0, 3, "ab\ufffd", "length"),
+        ("b", 3, 3, "ab\ufffd", "length"),
+        ("b", 0, EOS, "a", "stop"),
+        ("c", 0, EOS, "ab\ufffd", "stop"),
+        ("b", 2, EOS, "ab\ufffd", "stop"),
+    ],
 )
-def test_a_stop_string_is_found_in_what_was_held_back_to_the_end(stop: str, min_tokens: int, text: str, reason: str) -> None:
-    request = make_request(SamplingParams(stop=stop, min_tokens=min_tokens, max_tokens=3), max_tokens=2, tokenizer=HalfCharacters())
-    assert append_tokens(request, [1, 3]) == 2 and request.detokenizer is not None
+def test_a_stop_string_is_found_in_what_was_held_back_to_the_end(
+    stop: str, min_tokens: int, last: int, text: str, reason: str
+) -> None:
+    """By a length of two tokens, or an end of sequence after them."""
+    token_ids = [1, 3] if last == 3 else [1, 3, EOS]
+    params = SamplingParams(stop=stop, min_tokens=min_tokens, max_tokens=4)
+    request = make_request(params, max_tokens=2 if last == 3 else 4, tokenizer=HalfCharacters())
+    assert append_tokens(request, token_ids) == len(token_ids) and request.detokenizer is not None
+    request.detokenizer.finish()
     assert (request.detokenizer.text, request.finish_reason) == (text, FinishReason(reason))
-    assert request.stop_reason == (stop if reason == "stop" else None)
+    assert request.stop_reason == (stop if text == "a" else None)
 
 
 @pytest.fixture(scope="module")

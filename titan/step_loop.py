@@ -68,16 +68,19 @@ class StepLoop:
             RuntimeError: as `between_steps`.
         """
         to_queue, scheduler = deque(requests), self.engine.scheduler
-        expiries = deque(sorted((each.expiry, i) for i, each in enumerate(requests) if each.expiry is not None))
+        expiries = deque(sorted(each.expiry for each in requests if each.expiry is not None))
         self._to_queue[id(to_queue)] = to_queue
 
         def ask() -> T | None:
             if self._ended and (ended := self._ended.keys() & requests):
                 raise RuntimeError(f"a step failed, which ended all requests in flight: {self._ended[ended.pop()]}")
-            while expiries and expiries[0][0] <= scheduler.clock():
-                if (overdue := requests[expiries.popleft()[1]]) in to_queue:  # it may be queued at once: the next step ends it
-                    to_queue.remove(overdue)
-                    to_queue.appendleft(overdue)
+            if expiries and expiries[0] <= (now := scheduler.clock()):
+                while expiries and expiries[0] <= now:
+                    expiries.popleft()
+                # the overdue ones first: they may be queued at once, and the next step ends them
+                ordered = sorted(to_queue, key=lambda each: each.expiry is None or each.expiry > now)
+                to_queue.clear()
+                to_queue.extend(ordered)
             while to_queue and (to_queue[0].is_finished or scheduler.may_add(to_queue[0])):
                 if not (request := to_queue.popleft()).is_finished:
                     scheduler.add(request)

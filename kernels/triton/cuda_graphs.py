@@ -200,7 +200,7 @@ def cuda_graph_capture() -> Capture:
                 output = function()
         except Exception as error:
             torch.cuda.set_stream(before)  # torch.cuda.graph stays on its own stream if it cannot end a capture
-            with suppress(RuntimeError):  # and PyTorch before 2.12 then goes on to allocate in the pool
+            with suppress(RuntimeError, AttributeError):  # and PyTorch before 2.12 then goes on to allocate in the pool
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
             failed.append(graph)
             if not _is_of_memory(error):

@@ -104,7 +104,7 @@ class TritonRunner:
         if specs:
             passes += self._chains.warm_up(specs, vocab_size)
             counts = {spec.num_children for spec in specs if isinstance(spec, BeamSpec)}
-            passes += [partial(self._choose_children, counts, vocab_size)]
+            passes += [partial(self._choose_idly, counts, vocab_size)]
         passes += [partial(self._warm_up_chunks, idle([1]), size) for size in self._sizes.with_chunks()]
         most, query_lens = self._sizes.request_counts[-1], self._query_lens_of_tiles()
         chunk = max(self._max_query_len, *query_lens) + 1  # longer than the query beside it, or it would not count as a chunk
@@ -127,7 +127,7 @@ class TritonRunner:
         if not self._replays.lacks(size):
             self._padded_hidden_states(batch, size)
 
-    def _choose_children(self, counts: set[int], vocab_size: int) -> None:
+    def _choose_idly(self, counts: set[int], vocab_size: int) -> None:
         """Choose children of nodes as growth does that is no graph, so many of a beam's, and as reviews do."""
         config, device = self.model.config, self.backend.device
         temperatures = torch.ones(2, device=device)

@@ -63,7 +63,7 @@ class Request:
     block_ids: array[int] = field(default_factory=partial(array, "q"))  # block table, for the target's and the draft's cache
     swapped_block_ids: array[int] = field(default_factory=partial(array, "q"))  # in place of block_ids, while it is swapped out
     hash_chain: list[bytes] = field(default_factory=list)  # hashes of its first full blocks, as many as were ever looked for
-    num_cached_blocks: int = 0  # leading blocks known to the prefix cache: full ones of committed tokens
+    num_cached_blocks: int = 0  # leading blocks known to the prefix cache, or found at a sibling: full ones of committed tokens
     num_computed_tokens: int = 0  # tokens whose committed KV is valid in the target's cache
     num_drafted_context: int = 0  # the same for the draft's cache
     num_draft_marked_blocks: int = 0  # leading blocks known to the prefix cache as covered by the current draft

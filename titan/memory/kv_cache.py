@@ -283,7 +283,7 @@ class KVCache:
     def lend_blocks(self, most: int) -> Iterator[Sequence[int]]:
         """Lend blocks whose content in the target's cache may be overwritten, at least one, as a context.
 
-        These are free and not cached; where there is none, it is one whose content is kept on the host meanwhile.
+        These are free and not cached; where there is none, it is one whose content is kept meanwhile.
 
         Args:
             most: number of blocks.
@@ -295,14 +295,13 @@ class KVCache:
             finally:
                 self.pool.release(block_ids[::-1])  # so that they are allocated in the same order as before
             return
-        tensor, first = self._tensors["target"], np.zeros(1, np.int64)
-        kept = self._ops.host_blocks(tensor, 1)
-        self._ops.copy_out(tensor, kept, first, first)
+        groups = self._tensors["target"].groups
+        kept = [group[:, 0].clone() for group in groups]
         try:
             yield [0]
         finally:
-            self._ops.copy_in(tensor, kept, first, first)
-            self.await_copies()
+            for group, content in zip(groups, kept, strict=True):
+                group[:, 0] = content
 
     def compact(self, requests: Sequence[Request], tensors: Mapping[Role, KVTensor] | None = None) -> int:
         """Move all blocks with content to the front of every attached cache, those of a request in a row.

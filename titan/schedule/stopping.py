@@ -24,15 +24,18 @@ def append_tokens(request: Request, token_ids: Sequence[int]) -> int:
     num_before_stop = request.params.min_tokens - request.num_output_tokens
     for count, token_id in enumerate(token_ids, start=1):
         request.token_ids.append(token_id)
-        may_stop = count > num_before_stop
+        may_stop, detokenizer = count > num_before_stop, request.detokenizer
         if may_stop and token_id in request.stop_token_ids:
-            _stop_at_token(request, token_id)
-        elif request.detokenizer is not None:
-            _extend_text(request, request.detokenizer, partial(request.detokenizer.append, token_id), may_stop)
+            if detokenizer is not None:  # what it holds back, of tokens before, may have a stop string
+                _extend_text(request, detokenizer, detokenizer.finish, count - 1 > num_before_stop)
+            if not request.is_finished:
+                _stop_at_token(request, token_id)
+        elif detokenizer is not None:
+            _extend_text(request, detokenizer, partial(detokenizer.append, token_id), may_stop)
         if count == num_left and not request.is_finished:
             request.finish_reason = FinishReason.LENGTH
-            if request.detokenizer is not None:  # what it holds back may have a stop string
-                _extend_text(request, request.detokenizer, request.detokenizer.finish, may_stop)
+            if detokenizer is not None:
+                _extend_text(request, detokenizer, detokenizer.finish, may_stop)
         if request.is_finished:
             return count
     return len(token_ids)
