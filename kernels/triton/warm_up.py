@@ -49,7 +49,7 @@ def verify_idle_trees(backend: Backend, vocab_size: int, dtype: torch.dtype, num
     no_slot = torch.full(shape, -1, device=backend.device)
     token_ids, scores = no_slot + 1, torch.zeros(shape, device=backend.device)
     logits = torch.zeros(4, vocab_size, dtype=dtype, device=backend.device)
-    rows = SamplingRows.of([(SamplingParams(temperature=0.0), 0, 0), (SamplingParams(temperature=1.0), 0, 0)])
+    rows = SamplingRows.of([(SamplingParams(temperature=0.0), 0, 0), (SamplingParams(temperature=1.0, top_k=1), 0, 0)])
     one, yes = np.array([1]), np.array([True])
     greedy = Candidates(np.array([0]), one, yes, False, token_ids, scores, no_slot, no_slot)
     of_probs = np.zeros((1, 1 + num_candidates), np.int64)
