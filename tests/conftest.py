@@ -77,7 +77,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _quick_interpreter() -> None:
-    """Triton's interpreter takes a third of the time or less."""
+    """Triton's interpreter takes a quarter of the time."""
     if INTERPRETED:
         make_quick()
 
