@@ -322,10 +322,12 @@ def test_measuring_passes_keeps_the_kv_of_requests_that_hold_all_blocks(zoo: Zoo
 def test_a_draft_whose_passes_fail_while_they_are_measured_leaves_the_current_one(
     zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    Machine(monkeypatch)
     engine = adaptive_engine(zoo, "llama~", **AMPLE)
     requests = submit(engine, PROMPTS, PARAMS)
-    engine.step()
-    before = engine.drafter, engine.adaptive, engine.kv.tensors["draft"], engine.kv.draft_epoch
+    while not any(engine.kv.pool.is_drafted):
+        engine.step()
+    before = engine.drafter, engine.adaptive, engine.kv.tensors["draft"], engine.kv.pool.is_drafted[:]
     with monkeypatch.context() as patch:
         patch.setattr("titan.adaptive.profiler.measure", Mock(side_effect=ValueError("a head of 3")))
         with pytest.raises(ValueError, match="a head of 3"):
@@ -335,7 +337,7 @@ def test_a_draft_whose_passes_fail_while_they_are_measured_leaves_the_current_on
         with pytest.raises(ValueError, match="a head of 3"):
             engine.swap_draft(engine.drafter)
     assert attach.call_count == 2 and attach.call_args.args == (engine.kv.tensors["draft"],), "it has its cache again"
-    assert (engine.drafter, engine.adaptive, engine.kv.tensors["draft"], engine.kv.draft_epoch) == before
+    assert (engine.drafter, engine.adaptive, engine.kv.tensors["draft"], engine.kv.pool.is_drafted) == before
     drain(engine)
     assert [request.output_token_ids for request in requests] == written(zoo)
 

@@ -24,7 +24,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = BlockPool(num_blocks, enable_caching)
         self.tables: list[list[int]] = []
         self.hashes: dict[int, bytes] = {}
-        self.epochs = [-1] * num_blocks
+        self.is_drafted = [False] * num_blocks
         self.blank = set(range(num_blocks))  # runs first
         self.cached: list[int] = []  # the first one freed is taken first
 
@@ -32,7 +32,7 @@ class PoolMachine(RuleBasedStateMachine):
         """The blocks that a pool hands out: a run, or all blank blocks before these cached ones; ``None``: any blank ones."""
         if len(self.blank) < count:
             return sorted(self.cached[: count - len(self.blank)])
-        runs = ([*range(first, first + count)] for first in (after + 1, *range(len(self.epochs))))
+        runs = ([*range(first, first + count)] for first in (after + 1, *range(len(self.is_drafted))))
         return next((run for run in runs if self.blank >= {*run}), None)
 
     @rule(count=st.integers(0, 10), seed=SEEDS)
@@ -55,7 +55,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.cached = [block_id for block_id in self.cached if block_id not in block_ids]
         for block_id in block_ids:
             self.hashes.pop(block_id, None)
-            self.epochs[block_id] = -1
+            self.is_drafted[block_id] = False
         assert self.pool.num_evicted - num_evicted == len(evicted)
         self.tables.append(block_ids)
 
@@ -79,8 +79,8 @@ class PoolMachine(RuleBasedStateMachine):
                 self.cached.remove(block_id)
 
     @precondition(lambda self: any(self.tables))
-    @rule(seed=SEEDS, epoch=st.integers(0, 3))
-    def fill(self, seed: int, epoch: int) -> None:
+    @rule(seed=SEEDS)
+    def fill(self, seed: int) -> None:
         random = Random(seed)
         table = random.choice([table for table in self.tables if table])
         for block_id in table:
@@ -92,8 +92,13 @@ class PoolMachine(RuleBasedStateMachine):
                 self.pool.register(block_id, block_hash)
                 if self.pool.enable_caching and block_hash not in self.hashes.values():
                     self.hashes[block_id] = block_hash
-        self.pool.mark_drafted(table[0], epoch)
-        self.epochs[table[0]] = epoch
+        self.pool.mark_drafted(table[0])
+        self.is_drafted[table[0]] = True
+
+    @rule()
+    def forget_drafted(self) -> None:
+        self.pool.forget_drafted()
+        self.is_drafted = [False] * self.pool.num_blocks
 
     @precondition(lambda self: self.tables)
     @rule(seed=SEEDS)
@@ -124,8 +129,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.resize(num_blocks, new_ids)
         self.tables = [[new_ids[block_id] for block_id in table] for table in self.tables]
         self.hashes = {new_ids[block_id]: each for block_id, each in self.hashes.items() if block_id in kept}
-        epochs = {new: self.epochs[old] for old, new in new_ids.items()}
-        self.epochs = [epochs.get(block_id, -1) for block_id in range(num_blocks)]
+        drafted = {new for old, new in new_ids.items() if self.is_drafted[old]}
+        self.is_drafted = [block_id in drafted for block_id in range(num_blocks)]
         self.blank = set(range(len(kept), num_blocks))
         self.cached = [new_ids[block_id] for block_id in self.cached]
 
@@ -146,7 +151,7 @@ class PoolMachine(RuleBasedStateMachine):
     def holds(self) -> None:
         self.pool.check(self.tables)
         assert self.pool.num_free == len(self.blank) + len(self.cached) and self.pool.num_blank == len(self.blank)
-        assert self.pool.draft_epochs == self.epochs
+        assert list(self.pool.is_drafted) == self.is_drafted
 
 
 TestPoolMachine = PoolMachine.TestCase
@@ -158,7 +163,7 @@ def test_hits_copies_and_drafted_blocks_of_a_small_pool() -> None:
     pool = BlockPool(2, enable_caching=True)
     for block_id in pool.allocate(2):
         pool.register(block_id, HASHES[0])
-    pool.mark_drafted(0, 3)
+    pool.mark_drafted(0)
     assert pool.lookup(HASHES[0]) == 0
     pool.release([0, 1])
     assert pool.allocate(1) == [1], "a copy of what is cached is not worth keeping"
@@ -167,8 +172,8 @@ def test_hits_copies_and_drafted_blocks_of_a_small_pool() -> None:
     pool.acquire([0])
     pool.release([0])
     assert pool.allocate(1) == [1], "a hit makes a block recently used"
-    assert pool.draft_epochs == [3, -1]
-    assert pool.allocate(1) == [0] and pool.draft_epochs == [-1, -1]
+    assert list(pool.is_drafted) == [1, 0]
+    assert pool.allocate(1) == [0] and not any(pool.is_drafted)
 
 
 def mean_run(pool: BlockPool, *, is_local: bool) -> float:

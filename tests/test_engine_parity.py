@@ -184,10 +184,11 @@ def test_swapping_the_draft_in_flight_changes_no_output_and_a_failing_swap_nothi
             in_flight.append(sum(request.num_output_tokens > 0 for request in engine.scheduler.running))
             engine.swap_draft(swaps.pop(step))
         if step in failing:
-            before = engine.drafter, engine.kv.tensors.get("draft"), engine.kv.draft_epoch
+            before, are_drafted = (engine.drafter, engine.kv.tensors.get("draft")), engine.kv.pool.is_drafted[:]
             with pytest.raises(ValueError, match="draft"):
                 engine.swap_draft(failing.pop(step))
-            assert all(map(is_, before, (engine.drafter, engine.kv.tensors.get("draft"), engine.kv.draft_epoch)))
+            assert all(map(is_, before, (engine.drafter, engine.kv.tensors.get("draft"))))
+            assert engine.kv.pool.is_drafted == are_drafted
         names.append(engine.metrics().draft)
 
     assert run_all(engine, PROMPTS, SAMPLED, before_step=swap) == alone

@@ -61,7 +61,7 @@ def match(kv: KVCache, num_tokens: int) -> tuple[list[int], int, int]:
 def test_a_match_never_covers_the_root_and_counts_as_drafted_only_where_the_present_draft_was(kv: KVCache) -> None:
     request = compute(kv, 13, num_drafted=9)
     assert [match(kv, num_tokens) for num_tokens in (8, 9, 13)] == [([0], 4, 4), ([0, 1], 8, 8), ([0, 1, 2], 12, 8)]
-    kv.new_draft_epoch([request])
+    kv.forget_draft([request])
     assert (request.num_drafted_context, request.num_computed_tokens) == (0, 12)
     assert match(kv, 13) == ([0, 1, 2], 12, 0)
     request.cover_draft(4)  # the new draft catches up
@@ -217,7 +217,7 @@ def test_a_swapped_request_takes_no_blocks_that_lack_the_drafts_kv_it_counts_on(
     kv.forget_cached()
     other = compute(kv, 13)  # the same tokens, which no draft has seen
     if is_swapped_draft:
-        kv.new_draft_epoch([request, other])
+        kv.forget_draft([request, other])
     copies(ops.copy_out)
     kv.admit(request)
     assert (request.block_ids == other.block_ids) == is_swapped_draft
@@ -246,7 +246,7 @@ def test_evicted_prefixes_are_hit_in_the_swap_space(swapping: KVCache, ops: Mock
     assert (request.num_computed_tokens, request.num_drafted_context, request.num_cached_blocks) == (8, 8, 2)
     assert (kv.swap_space.num_hits, kv.pool.num_evicted) == (2, 6)
     kv.check([request])
-    kv.new_draft_epoch([])
+    kv.forget_draft([])
     assert match(kv, 13)[1:] == (8, 0)
     kv.forget_cached()
     assert match(kv, 13) == ([], 0, 0)

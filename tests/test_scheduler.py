@@ -96,6 +96,7 @@ class World:
         self.scheduler = Scheduler(self.options, self.kv, self.counters, lambda: self.now, prefill_limit)
         self.is_fcfs = self.options.scheduling_policy == "fcfs"
         self.requests: list[Request] = []
+        self.num_swaps = 0  # of drafts
 
     def add(self, prompt: list[int], max_tokens: int, terms: Mapping[str, Any] | None = None, **options: Any) -> Request:
         """Queue a request and its siblings, its limit lowered to what fits, as the engine does it."""
@@ -197,14 +198,15 @@ class World:
 
     def values(self, role: Role, prefixes: Iterable[Sequence[int]]) -> Tensor:
         """KV of the last token of each prefix, the same for all layers, heads and dimensions: ``[n, 1]``."""
-        model = "target" if role == "target" else f"draft {self.kv.draft_epoch}"
+        model = "target" if role == "target" else f"draft {self.num_swaps}"
         return torch.tensor([value_of(model, tuple(prefix)) for prefix in prefixes], dtype=torch.float64)[:, None]
 
     def swap_draft(self, *, has_kv: bool) -> None:
         self.kv.detach("draft")
         if has_kv:
             self.kv.attach("draft", KVTensor(LAYOUTS["draft"], self.kv.num_blocks, BLOCK_SIZE, CPU))
-        self.kv.new_draft_epoch((*self.scheduler.running, *self.scheduler.waiting))
+        self.num_swaps += 1
+        self.kv.forget_draft((*self.scheduler.running, *self.scheduler.waiting))
 
     def resize(self, num_blocks: int) -> None:
         """As the engine does it; blocks behind those that are kept hold NaN."""
@@ -281,12 +283,12 @@ class World:
         self.check_kv()
 
     def check_findable(self, request: Request, num_known: int) -> None:
-        """Full blocks that have been computed since can be found, with the draft's epoch where it covers them."""
+        """Full blocks that have been computed since can be found, and are marked where the draft covers them."""
         pool = self.kv.pool
         for block_hash in chained_hashes(request.token_ids[: request.num_computed_tokens], request.terms.cache_salt)[num_known:]:
             assert (pool.lookup(block_hash) is not None) == pool.enable_caching
         drafted = request.block_ids[: request.num_drafted_context // BLOCK_SIZE] if pool.enable_caching else []
-        assert all(pool.draft_epochs[block] == self.kv.draft_epoch for block in drafted)
+        assert all(pool.is_drafted[block] for block in drafted)
 
     def check_kv(self) -> None:
         """What counts as computed, or can be found, is what a sequential fill would have put there."""
@@ -306,7 +308,7 @@ class World:
                 self.check_slots(role, request.block_ids, request.token_ids, range(length))
             for each, blocks in ((pool, None), (self.kv.swap_space.pool, host)):
                 for block_id, block_hash in each._hash_of.items():
-                    if role == "target" or each.draft_epochs[block_id] == self.kv.draft_epoch:
+                    if role == "target" or each.is_drafted[block_id]:
                         prefix = prefixes[block_hash]
                         table = [block_id] * (len(prefix) // BLOCK_SIZE)
                         self.check_slots(role, table, prefix, range(len(prefix) - BLOCK_SIZE, len(prefix)), blocks)

@@ -289,7 +289,7 @@ class Engine:
                 if drafter is self.drafter:  # one that was given again
                     self._return_cache()
                 raise
-            self.kv.new_draft_epoch(self.scheduler.in_flight)
+            self.kv.forget_draft(self.scheduler.in_flight)
             self._swap_rule.block_s *= self.kv.bytes_per_block / block_bytes_before
             try:
                 self.kv.resize_swap_space(num_swapped, self.scheduler.in_flight)

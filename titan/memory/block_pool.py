@@ -35,7 +35,7 @@ class BlockPool:
     def reset(self, num_blocks: int) -> None:
         """Have this many blocks, all of them blank, whatever was before."""
         self.num_blocks = num_blocks
-        self.draft_epochs = [-1] * num_blocks  # epoch of the draft whose KV is valid in the block, -1 = none
+        self.is_drafted = bytearray(num_blocks)  # by block: whether the current draft has written its KV of the whole block
         self._ref_counts = [0] * num_blocks
         self._blank = bytearray(b"\1") * num_blocks  # by block: whether it is free and not cached
         self.num_blank = num_blocks
@@ -78,7 +78,7 @@ class BlockPool:
             block_ids += sorted(evicted)  # a table's cached blocks come from its end to its beginning
         for block_id in block_ids:
             self._ref_counts[block_id] = 1
-            self.draft_epochs[block_id] = -1
+            self.is_drafted[block_id] = 0
         return block_ids
 
     def _take_blank(self, count: int, after: int) -> list[int]:
@@ -188,19 +188,23 @@ class BlockPool:
             num_blocks: new size of the pool.
             new_ids: from `new_ids` of this size; the content of other blocks is forgotten.
         """
-        ref_counts, draft_epochs = [0] * num_blocks, [-1] * num_blocks
+        ref_counts, is_drafted = [0] * num_blocks, bytearray(num_blocks)
         for old, new in new_ids.items():
-            ref_counts[new], draft_epochs[new] = self._ref_counts[old], self.draft_epochs[old]
-        self.num_blocks, self._ref_counts, self.draft_epochs = num_blocks, ref_counts, draft_epochs
+            ref_counts[new], is_drafted[new] = self._ref_counts[old], self.is_drafted[old]
+        self.num_blocks, self._ref_counts, self.is_drafted = num_blocks, ref_counts, is_drafted
         self.num_blank = num_blocks - len(new_ids)
         self._blank = bytearray(len(new_ids)) + bytearray(b"\1") * self.num_blank
         self._cached = OrderedDict.fromkeys(new_ids[block_id] for block_id in self._cached if block_id in new_ids)
         self._hash_of = {new_ids[block_id]: each for block_id, each in self._hash_of.items() if block_id in new_ids}
         self._block_of = {block_hash: block_id for block_id, block_hash in self._hash_of.items()}
 
-    def mark_drafted(self, block_id: int, epoch: int) -> None:
-        """Record that the draft of this epoch has written its KV of the whole block."""
-        self.draft_epochs[block_id] = epoch
+    def mark_drafted(self, block_id: int) -> None:
+        """Record that the current draft has written its KV of the whole block."""
+        self.is_drafted[block_id] = 1
+
+    def forget_drafted(self) -> None:
+        """Forget what the draft has written: another one, or none, is the current one."""
+        self.is_drafted = bytearray(self.num_blocks)
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Check the invariants of the pool, given the block tables of all its users.
@@ -226,8 +230,6 @@ class BlockPool:
         assert self.enable_caching or not inverse, f"blocks {sorted(inverse)} have a hash, but caching is disabled"
         assert all(block_id in inverse for block_id in self._cached), "free blocks count as cached, but have no hash"
         assert not any(self._blank[block_id] for block_id in inverse), "free blocks with a hash count as blank"
-        for block_id, epoch in enumerate(self.draft_epochs):
-            assert epoch >= -1, f"block {block_id}: draft epoch {epoch}"
 
 
 def _repeated(block_ids: Sequence[int]) -> list[int]:

@@ -53,7 +53,6 @@ class KVCache:
         self.swap_space = SwapSpace(num_swap_blocks, enable_prefix_caching, ops)
         self.pool = BlockPool(num_blocks, enable_prefix_caching)
         self.block_size = block_size
-        self.draft_epoch = 0
         self._new_block_ids: set[int] = set()  # not cleared yet
         self._new_to_draft: set[int] = set()  # not cleared yet in the draft's cache
         self._tensors: dict[Role, KVTensor] = {}
@@ -219,7 +218,7 @@ class KVCache:
             self.pool.release(request.roll_back(num_blocks))
 
     def cache_full_blocks(self, request: Request) -> None:
-        """Register the full blocks of committed tokens in the prefix cache, with the draft's epoch where it covers them."""
+        """Register the full blocks of committed tokens in the prefix cache, and mark those that the draft covers."""
         num_full_blocks = request.num_computed_tokens // self.block_size
         num_drafted_blocks = min(request.num_drafted_context // self.block_size, num_full_blocks)
         is_known = (request.num_cached_blocks, request.num_draft_marked_blocks) == (num_full_blocks, num_drafted_blocks)
@@ -228,7 +227,7 @@ class KVCache:
         for i in range(request.num_cached_blocks, num_full_blocks):
             self.pool.register(request.block_ids[i], self._block_hash(request, i))
         for block_id in request.block_ids[request.num_draft_marked_blocks : num_drafted_blocks]:
-            self.pool.mark_drafted(block_id, self.draft_epoch)
+            self.pool.mark_drafted(block_id)
         request.mark_cached(num_full_blocks, num_drafted_blocks)
 
     def free(self, request: Request) -> None:
@@ -249,7 +248,7 @@ class KVCache:
             return False
         request.commit(0)  # a step that failed may have fed the draft more
         sources = dict(enumerate(request.block_ids[:num_blocks]))
-        found = find_blocks(space, request.block_hashes, self._num_blocks_of(request.num_drafted_context), self.draft_epoch)
+        found = find_blocks(space, request.block_hashes, self._num_blocks_of(request.num_drafted_context))
         block_ids = take_blocks(space, found, request.block_hashes, sources, self.pool, space.allocate, self._copy_out)
         if block_ids is None:
             return False
@@ -331,7 +330,7 @@ class KVCache:
                 for role, tensor in sorted(tensors.items()):
                     self._ops.gather_blocks(self._tensors[role], tensor, block_ids)
             except BaseException:
-                self.new_draft_epoch(requests)  # the draft's blocks come first: they may have moved, the target's have not
+                self.forget_draft(requests)  # the draft's blocks come first: they may have moved, the target's have not
                 raise
         self._tensors = dict(tensors)
         self.pool.resize(num_blocks, new_ids)
@@ -359,9 +358,10 @@ class KVCache:
                     self.free(request)
             self.swap_space.resize(num_blocks, self._tensors)
 
-    def new_draft_epoch(self, requests: Iterable[Request]) -> None:
-        """Start the epoch of a new draft, which covers no block and none of these unfinished requests."""
-        self.draft_epoch += 1
+    def forget_draft(self, requests: Iterable[Request]) -> None:
+        """Forget what the draft covers of all blocks and of these unfinished requests, for a new draft or none."""
+        self.pool.forget_drafted()
+        self.swap_space.pool.forget_drafted()
         for request in requests:
             request.forget_draft()
 
@@ -385,7 +385,8 @@ class KVCache:
             self._copy_out([block_id for block_id, _ in new], swapped)
             for (block_id, block_hash), target in zip(new, swapped, strict=True):
                 space.register(target, block_hash)
-                space.mark_drafted(target, self.pool.draft_epochs[block_id])
+                if self.pool.is_drafted[block_id]:
+                    space.mark_drafted(target)
         except Exception as error:
             if not is_out_of_memory(error):  # else these prefixes are forgotten
                 raise
@@ -417,7 +418,7 @@ class KVCache:
 
     def _find_swapped(self, request: Request) -> dict[int, int]:
         """Return the blocks that a swapped request need not copy back, by their place in it."""
-        return find_blocks(self.pool, request.block_hashes, self._num_blocks_of(request.num_drafted_context), self.draft_epoch)
+        return find_blocks(self.pool, request.block_hashes, self._num_blocks_of(request.num_drafted_context))
 
     def _copy_tail(self, request: Request) -> None:
         """Copy the part of a block that a sibling has computed of the prompt after the full blocks that both share, if it has.
@@ -474,22 +475,22 @@ class KVCache:
         sibling = self._leading_sibling(request)
         num_shared = min(sibling.num_computed_tokens, self._num_common_tokens(request)) // self.block_size
         block_ids = dict(enumerate(sibling.block_ids[:num_shared]))  # whether or not they are cached: they are counted as shared
-        swapped, block_hashes, epochs = dict[int, int](), list[bytes](), list[int]()
+        swapped, block_hashes, are_drafted = dict[int, int](), list[bytes](), list[int]()
         for i in range((request.num_tokens - 1) // self.block_size if self.pool.enable_caching else 0):
             block_hash = self._block_hash(request, i)
             if i >= num_shared:
                 if (block_id := self.pool.lookup(block_hash)) is not None:
                     block_ids[i] = block_id
-                    epochs.append(self.pool.draft_epochs[block_id])
+                    are_drafted.append(self.pool.is_drafted[block_id])
                 elif (block_id := self.swap_space.pool.lookup(block_hash)) is not None:
                     swapped[i] = block_id
-                    epochs.append(self.swap_space.pool.draft_epochs[block_id])
+                    are_drafted.append(self.swap_space.pool.is_drafted[block_id])
                 else:
                     break
             block_hashes.append(block_hash)
         num_drafted_blocks = min(sibling.num_drafted_context // self.block_size, num_shared)
         if num_drafted_blocks == num_shared:
-            num_drafted_blocks += len(list(takewhile(self.draft_epoch.__eq__, epochs)))
+            num_drafted_blocks += len(list(takewhile(bool, are_drafted)))
         return Prefix(block_ids, swapped, block_hashes, num_drafted_blocks)
 
     def _leading_sibling(self, request: Request) -> Request:

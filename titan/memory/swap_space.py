@@ -91,19 +91,18 @@ class SwapSpace:
         return seconds / count
 
 
-def find_blocks(pool: BlockPool, block_hashes: Sequence[bytes], num_drafted_blocks: int, draft_epoch: int) -> dict[int, int]:
+def find_blocks(pool: BlockPool, block_hashes: Sequence[bytes], num_drafted_blocks: int) -> dict[int, int]:
     """Return the cached blocks of a pool that hold blocks of a request, by their place in it.
 
     Args:
         pool: where they are looked up.
         block_hashes: of the request's full blocks.
         num_drafted_blocks: leading blocks of which the current draft's KV is needed, too.
-        draft_epoch: the current one.
     """
     found = {}
     for i, block_hash in enumerate(block_hashes):
         block_id = pool.lookup(block_hash)
-        if block_id is not None and (i >= num_drafted_blocks or pool.draft_epochs[block_id] == draft_epoch):
+        if block_id is not None and (i >= num_drafted_blocks or pool.is_drafted[block_id]):
             found[i] = block_id
     return found
 
@@ -147,6 +146,7 @@ def take_blocks(
     for i, block_id in zip(missing, new, strict=True):
         if i < len(block_hashes):
             pool.register(block_id, block_hashes[i])
-        pool.mark_drafted(block_id, source_pool.draft_epochs[sources[i]])
+        if source_pool.is_drafted[sources[i]]:
+            pool.mark_drafted(block_id)
     block_ids = {**found, **dict(zip(missing, new, strict=True))}
     return [block_ids[i] for i in range(len(block_ids))]
