@@ -8,10 +8,9 @@ path that is not the first nodes of its tree. It is copied to the swap space and
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, takewhile
-from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -21,18 +20,11 @@ from titan.core.out_of_memory import is_out_of_memory
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.kernels.interfaces import CacheOps, PathMove
-from titan.memory.block_pool import BlockPool, hash_block, hash_root
+from titan.memory.block_pool import BlockPool
+from titan.memory.new_blocks import NewBlocks
+from titan.memory.prefix import Prefix, PrefixFinder
 from titan.memory.sizing import block_bytes
 from titan.memory.swap_space import SwapSpace, find_blocks, take_blocks
-
-
-class Prefix(NamedTuple):
-    """Full blocks that are already computed and hold a prefix of a request's committed tokens."""
-
-    block_ids: dict[int, int]  # by their place in the prefix, but those in the swap space
-    swapped: dict[int, int]  # the same of blocks of the swap space
-    block_hashes: list[bytes]  # one per block, or none without prefix caching
-    num_drafted_blocks: int  # leading blocks that the current draft covers
 
 
 class KVCache:
@@ -53,8 +45,8 @@ class KVCache:
         self.swap_space = SwapSpace(num_swap_blocks, enable_prefix_caching, ops)
         self.pool = BlockPool(num_blocks, enable_prefix_caching)
         self.block_size = block_size
-        self._new_block_ids: set[int] = set()  # not cleared yet
-        self._new_to_draft: set[int] = set()  # not cleared yet in the draft's cache
+        self._prefixes = PrefixFinder(self.pool, self.swap_space, block_size)
+        self._new_blocks = NewBlocks(ops)
         self._tensors: dict[Role, KVTensor] = {}
 
     @property
@@ -86,7 +78,7 @@ class KVCache:
         self.swap_space.attach(role, tensor)
         self._tensors[role] = tensor
         if role == "draft":
-            self._new_to_draft.clear()  # of a new tensor, whose numbers are finite: zero, or of passes that were measured
+            self._new_blocks.forget_draft()  # a new tensor, whose numbers are finite: zero, or of passes that were measured
 
     def detach(self, role: Role) -> None:
         """Detach a cache, if there is one."""
@@ -100,14 +92,15 @@ class KVCache:
         """
         num_held = len(request.block_ids)
         if not num_held and self.awaits_sibling(request):
-            num_held = self._num_common_tokens(request) // self.block_size
+            num_held = self._prefixes.num_common_tokens(request) // self.block_size
         elif not num_held:
-            num_held = sum(self.pool.num_references(block_id) > 0 for block_id in self._found_blocks(request))
+            num_held = sum(self.pool.num_references(block_id) > 0 for block_id in self._prefixes.found_blocks(request))
         return max(self._num_blocks_of(num_slots) - num_held, 0)
 
     def num_freed_blocks(self, victims: Sequence[Request], request: Request) -> int:
         """Return how many blocks preempting some requests frees for one without blocks: those that neither it nor others share."""
-        num_holders, wanted = Counter(chain.from_iterable(each.block_ids for each in victims)), {*self._found_blocks(request)}
+        num_holders = Counter(chain.from_iterable(each.block_ids for each in victims))
+        wanted = {*self._prefixes.found_blocks(request)}
         return sum(self.pool.num_references(each) == count for each, count in num_holders.items() if each not in wanted)
 
     def admit(self, request: Request) -> None:
@@ -129,7 +122,7 @@ class KVCache:
         is never part of them, so that there is always something to compute. Sets the block table and its hashes, and the counters
         of both caches.
         """
-        prefix = self._find_prefix(request)
+        prefix = self._prefixes.find(request)
         if prefix.swapped:
             request.extend_blocks(self._copy_prefix(prefix))
         else:
@@ -142,10 +135,7 @@ class KVCache:
 
     def awaits_sibling(self, request: Request) -> bool:
         """Whether a sibling is computing the prompt, which a request without KV then need not compute."""
-        if request.block_ids or request.is_swapped or request.prompt_logits(request.num_prompt_tokens):
-            return False
-        sibling = self._leading_sibling(request)
-        return sibling is not request and sibling.num_computed_tokens < self._num_common_tokens(request)
+        return self._prefixes.awaits_sibling(request)
 
     def reserve(self, request: Request, num_slots: int) -> bool:
         """Extend the block table to cover ``num_slots`` slots, committed tokens and lookahead slots together.
@@ -162,7 +152,7 @@ class KVCache:
             return False
         block_ids = self._allocate(num_new, request.block_ids[-1] if request.block_ids else -1)
         request.extend_blocks(block_ids)
-        self._new_block_ids.update(block_ids)
+        self._new_blocks.add(block_ids)
         return True
 
     def clear_new_blocks(self) -> None:
@@ -170,20 +160,15 @@ class KVCache:
 
         In the draft's cache this waits for `clear_draft_blocks`.
         """
-        if self._new_block_ids:
-            if "target" in self._tensors:
-                self._ops.clear_blocks(self._tensors["target"], np.array(sorted(self._new_block_ids)))
-            if "draft" in self._tensors:
-                self._new_to_draft.update(self._new_block_ids)
-            self._new_block_ids.clear()
+        self._new_blocks.clear(self._tensors)
 
     def clear_draft_blocks(self, requests: Iterable[Request]) -> None:
         """Zero the blocks of requests in the draft's cache that are new to it, before the draft is fed these requests.
 
         None of them lies before the end of what the draft covers: that it has written.
         """
-        if self._new_to_draft:
-            self._clear_in_draft(chain(*(each.block_ids[each.num_drafted_context // self.block_size :] for each in requests)))
+        tables = (each.block_ids[each.num_drafted_context // self.block_size :] for each in requests)
+        self._new_blocks.clear_in_draft(self._tensors, chain.from_iterable(tables))
 
     def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
         """Move the accepted paths to the slots right after their roots, in every attached cache.
@@ -225,7 +210,7 @@ class KVCache:
         if is_known or not self.pool.enable_caching:
             return
         for i in range(request.num_cached_blocks, num_full_blocks):
-            self.pool.register(request.block_ids[i], self._block_hash(request, i))
+            self.pool.register(request.block_ids[i], self._prefixes.block_hash(request, i))
         for block_id in request.block_ids[request.num_draft_marked_blocks : num_drafted_blocks]:
             self.pool.mark_drafted(block_id)
         request.mark_cached(num_full_blocks, num_drafted_blocks)
@@ -336,8 +321,7 @@ class KVCache:
         self.pool.resize(num_blocks, new_ids)
         for request in requests:
             request.renumber_blocks(new_ids)
-        self._new_block_ids = {new_ids[block_id] for block_id in self._new_block_ids if block_id in new_ids}
-        self._new_to_draft = {new_ids[block_id] for block_id in self._new_to_draft if block_id in new_ids}
+        self._new_blocks.renumber(new_ids)
         return num_moved
 
     def lose_content(self, requests: Iterable[Request]) -> None:
@@ -348,7 +332,7 @@ class KVCache:
         for request in requests:
             request.release()
         self.pool.reset(self._tensors["target"].num_blocks)
-        self._new_block_ids, self._new_to_draft = set(), set()
+        self._new_blocks.forget()
 
     def resize_swap_space(self, num_blocks: int, requests: Iterable[Request]) -> None:
         """Give the swap space another number of blocks; what these unfinished requests have there will be computed again."""
@@ -395,7 +379,7 @@ class KVCache:
 
     def _swap_in(self, request: Request) -> None:
         """Move a request's KV back from the swap space; passes may use it after `await_copies`."""
-        found, sources = self._find_swapped(request), dict(enumerate(request.swapped_block_ids))
+        found, sources = self._prefixes.find_swapped(request), dict(enumerate(request.swapped_block_ids))
         request.extend_blocks(self._take(found, request.block_hashes, sources))
         self.swap_space.pool.release(request.leave_swap())
 
@@ -416,99 +400,31 @@ class KVCache:
         assert block_ids is not None, "there is room for what is admitted"
         return block_ids
 
-    def _find_swapped(self, request: Request) -> dict[int, int]:
-        """Return the blocks that a swapped request need not copy back, by their place in it."""
-        return find_blocks(self.pool, request.block_hashes, self._num_blocks_of(request.num_drafted_context))
-
     def _copy_tail(self, request: Request) -> None:
         """Copy the part of a block that a sibling has computed of the prompt after the full blocks that both share, if it has.
 
         A sibling goes on writing to this block, so that it cannot be shared.
         """
-        num_tokens = self._num_common_tokens(request)
+        num_tokens = self._prefixes.num_common_tokens(request)
         num_full_blocks, num_slots = divmod(num_tokens, self.block_size)
-        sibling = self._leading_sibling(request)
+        sibling = self._prefixes.leading_sibling(request)
         is_wanted = num_slots and len(request.block_ids) == num_full_blocks and not request.prompt_logits(num_tokens)
         if not (is_wanted and sibling.num_computed_tokens >= num_tokens and self.pool.num_free):
             return
         source = sibling.block_ids[num_full_blocks]
         request.extend_blocks(self._allocate(1))
-        self._clear_in_draft([source])
+        self._new_blocks.clear_in_draft(self._tensors, [source])
         for tensor in self._tensors.values():
             self._ops.copy_blocks(tensor, np.array([source]), np.array(request.block_ids[-1:]))
-        self._note_written(request.block_ids[-1:])
+        self._new_blocks.note_written(request.block_ids[-1:])
         if request.num_drafted_context == request.num_computed_tokens:
             request.cover_draft(max(min(sibling.num_drafted_context, num_tokens) - request.num_drafted_context, 0))
         request.commit(num_slots)
 
     def _copy_out(self, block_ids: Sequence[int], swapped_block_ids: Sequence[int]) -> None:
-        self._clear_in_draft(block_ids)
+        self._new_blocks.clear_in_draft(self._tensors, block_ids)
         self.swap_space.copy_out(self._tensors, block_ids, swapped_block_ids)
 
     def _copy_in(self, swapped_block_ids: Sequence[int], block_ids: Sequence[int]) -> None:
         self.swap_space.copy_in(self._tensors, swapped_block_ids, block_ids)
-        self._note_written(block_ids)
-
-    def _note_written(self, block_ids: Sequence[int]) -> None:
-        """Let blocks that were copied to in every cache not be cleared any more."""
-        self._new_block_ids.difference_update(block_ids)
-        self._new_to_draft.difference_update(block_ids)
-
-    def _clear_in_draft(self, block_ids: Iterable[int]) -> None:
-        """Zero those of these blocks that are new to the draft's cache."""
-        new = self._new_to_draft.intersection(block_ids) if "draft" in self._tensors else ()
-        if new:
-            self._ops.clear_blocks(self._tensors["draft"], np.array(sorted(new)))
-            self._new_to_draft.difference_update(new)
-
-    def _found_blocks(self, request: Request) -> Collection[int]:
-        """Return the blocks that a request without blocks finds computed, and need not copy from the swap space."""
-        return self._find_swapped(request).values() if request.is_swapped else self._find_prefix(request).block_ids.values()
-
-    def _find_prefix(self, request: Request) -> Prefix:
-        """Return the computed blocks that hold a prefix of the tokens of a request without blocks, its root excluded.
-
-        There are none for a request whose prompt still needs logits, which blocks do not hold.
-        """
-        if request.prompt_logits(request.num_prompt_tokens):
-            return Prefix({}, {}, [], 0)
-        sibling = self._leading_sibling(request)
-        num_shared = min(sibling.num_computed_tokens, self._num_common_tokens(request)) // self.block_size
-        block_ids = dict(enumerate(sibling.block_ids[:num_shared]))  # whether or not they are cached: they are counted as shared
-        swapped, block_hashes, are_drafted = dict[int, int](), list[bytes](), list[int]()
-        for i in range((request.num_tokens - 1) // self.block_size if self.pool.enable_caching else 0):
-            block_hash = self._block_hash(request, i)
-            if i >= num_shared:
-                if (block_id := self.pool.lookup(block_hash)) is not None:
-                    block_ids[i] = block_id
-                    are_drafted.append(self.pool.is_drafted[block_id])
-                elif (block_id := self.swap_space.pool.lookup(block_hash)) is not None:
-                    swapped[i] = block_id
-                    are_drafted.append(self.swap_space.pool.is_drafted[block_id])
-                else:
-                    break
-            block_hashes.append(block_hash)
-        num_drafted_blocks = min(sibling.num_drafted_context // self.block_size, num_shared)
-        if num_drafted_blocks == num_shared:
-            num_drafted_blocks += len(list(takewhile(bool, are_drafted)))
-        return Prefix(block_ids, swapped, block_hashes, num_drafted_blocks)
-
-    def _leading_sibling(self, request: Request) -> Request:
-        """Return the sibling with the most KV of the common tokens, of several the one that the draft has seen most of.
-
-        It is the request itself if none has blocks: one that is swapped out has counters, and no blocks.
-        """
-        num_tokens, holders = self._num_common_tokens(request), [each for each in request.siblings if each.block_ids]
-        return max(holders, key=lambda each: (min(each.num_computed_tokens, num_tokens), each.num_drafted_context), default=request)
-
-    def _num_common_tokens(self, request: Request) -> int:
-        """Return the number of tokens of the prompt, the root excluded, whose KV all siblings have in common."""
-        return min(request.num_prompt_tokens, request.num_tokens - 1)
-
-    def _block_hash(self, request: Request, i: int) -> bytes:
-        """Return the hash of the request's logical block ``i``, all of whose tokens are committed; it is computed once."""
-        chain, size = request.hash_chain, self.block_size
-        for end in range(len(chain) * size + size, (i + 1) * size + 1, size):
-            parent = chain[-1] if chain else hash_root(request.terms.cache_salt)
-            chain.append(hash_block(parent, request.token_ids[end - size : end]))
-        return chain[i]
+        self._new_blocks.note_written(block_ids)

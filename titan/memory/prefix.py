@@ -1,0 +1,99 @@
+"""Finds what was computed before of a request's tokens: blocks of a sibling, cached ones, and those of the swap space."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from itertools import takewhile
+from typing import NamedTuple
+
+from titan.core.request import Request
+from titan.memory.block_pool import BlockPool, hash_block, hash_root
+from titan.memory.swap_space import SwapSpace, find_blocks
+
+
+class Prefix(NamedTuple):
+    """Full blocks that are already computed and hold a prefix of a request's committed tokens."""
+
+    block_ids: dict[int, int]  # by their place in the prefix, but those in the swap space
+    swapped: dict[int, int]  # the same of blocks of the swap space
+    block_hashes: list[bytes]  # one per block, or none without prefix caching
+    num_drafted_blocks: int  # leading blocks that the current draft covers
+
+
+class PrefixFinder:
+    """Finds what is computed of requests without blocks; nothing changes, but that hashes of their blocks are kept.
+
+    Args:
+        pool: the blocks that requests hold.
+        swap_space: has more cached blocks.
+        block_size: tokens per block.
+    """
+
+    def __init__(self, pool: BlockPool, swap_space: SwapSpace, block_size: int) -> None:
+        self._pool = pool
+        self._swap_space = swap_space
+        self._block_size = block_size
+
+    def find(self, request: Request) -> Prefix:
+        """Return the computed blocks that hold a prefix of the tokens of a request without blocks, its root excluded.
+
+        There are none for a request whose prompt still needs logits, which blocks do not hold.
+        """
+        if request.prompt_logits(request.num_prompt_tokens):
+            return Prefix({}, {}, [], 0)
+        pool, space, size = self._pool, self._swap_space.pool, self._block_size
+        sibling = self.leading_sibling(request)
+        num_shared = min(sibling.num_computed_tokens, self.num_common_tokens(request)) // size
+        block_ids = dict(enumerate(sibling.block_ids[:num_shared]))  # whether or not they are cached: they are counted as shared
+        swapped, block_hashes, are_drafted = dict[int, int](), list[bytes](), list[int]()
+        for i in range((request.num_tokens - 1) // size if pool.enable_caching else 0):
+            block_hash = self.block_hash(request, i)
+            if i >= num_shared:
+                if (block_id := pool.lookup(block_hash)) is not None:
+                    block_ids[i] = block_id
+                    are_drafted.append(pool.is_drafted[block_id])
+                elif (block_id := space.lookup(block_hash)) is not None:
+                    swapped[i] = block_id
+                    are_drafted.append(space.is_drafted[block_id])
+                else:
+                    break
+            block_hashes.append(block_hash)
+        num_drafted_blocks = min(sibling.num_drafted_context // size, num_shared)
+        if num_drafted_blocks == num_shared:
+            num_drafted_blocks += len(list(takewhile(bool, are_drafted)))
+        return Prefix(block_ids, swapped, block_hashes, num_drafted_blocks)
+
+    def find_swapped(self, request: Request) -> dict[int, int]:
+        """Return the blocks that a swapped request need not copy back, by their place in it."""
+        return find_blocks(self._pool, request.block_hashes, -(-request.num_drafted_context // self._block_size))
+
+    def found_blocks(self, request: Request) -> Collection[int]:
+        """Return the blocks that a request without blocks finds computed, and need not copy from the swap space."""
+        return self.find_swapped(request).values() if request.is_swapped else self.find(request).block_ids.values()
+
+    def awaits_sibling(self, request: Request) -> bool:
+        """Whether a sibling is computing the prompt, which a request without KV then need not compute."""
+        if request.block_ids or request.is_swapped or request.prompt_logits(request.num_prompt_tokens):
+            return False
+        sibling = self.leading_sibling(request)
+        return sibling is not request and sibling.num_computed_tokens < self.num_common_tokens(request)
+
+    def leading_sibling(self, request: Request) -> Request:
+        """Return the sibling with the most KV of the common tokens, of several the one that the draft has seen most of.
+
+        It is the request itself if none has blocks: one that is swapped out has counters, and no blocks.
+        """
+        num_tokens, holders = self.num_common_tokens(request), [each for each in request.siblings if each.block_ids]
+        return max(holders, key=lambda each: (min(each.num_computed_tokens, num_tokens), each.num_drafted_context), default=request)
+
+    def num_common_tokens(self, request: Request) -> int:
+        """Return the number of tokens of the prompt, the root excluded, whose KV all siblings have in common."""
+        return min(request.num_prompt_tokens, request.num_tokens - 1)
+
+    def block_hash(self, request: Request, i: int) -> bytes:
+        """Return the hash of the request's logical block ``i``, all of whose tokens are committed; it is computed once."""
+        chain, size = request.hash_chain, self._block_size
+        for end in range(len(chain) * size + size, (i + 1) * size + 1, size):
+            parent = chain[-1] if chain else hash_root(request.terms.cache_salt)
+            chain.append(hash_block(parent, request.token_ids[end - size : end]))
+        return chain[i]
