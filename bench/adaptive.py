@@ -132,7 +132,7 @@ class AdaptiveBench:
             return drafter
         if not isinstance(drafter, DraftModelDrafter):
             raise ValueError(f"--mixed needs a draft model: --draft-model {draft} is none")
-        return HalfHopelessDrafter(draft, drafter.model, engine._draft_context(), weight_bits=drafter.weight_bits)
+        return HalfHopelessDrafter(draft, drafter.model, engine._draft_context())
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -38,6 +38,7 @@ def load_shuffled(name: str, dtype: str, weight_bits: int | str | None, backend:
             if weight.dim() == 2:
                 weight.copy_(weight[torch.randperm(len(weight), generator=generator).to(weight.device)])
     model.prepare()
+    model.weight_bits = bits
     return model
 
 

@@ -16,7 +16,7 @@ from titan.core.kv_tensor import KVLayout, KVTensor
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import EMPTY_TREE, DraftTree, DraftTrees
-from titan.kernels.interfaces import Backend, Runner
+from titan.kernels.interfaces import Backend, Model, Runner
 
 
 @runtime_checkable
@@ -71,11 +71,18 @@ class CachingDrafter(Drafter, Protocol):
 
 @runtime_checkable
 class ModelDrafter(Drafter, Protocol):
-    """A drafter whose proposals take passes of a model, which cost time."""
+    """A drafter whose proposals take passes of a model, which cost time.
+
+    It can tell what it would have proposed, so that requests need not draft to show whether that would pay. One that proposes
+    something else in `propose` than its base class must say so in `review` as well.
+    """
+
+    @property
+    def model(self) -> Model: ...
 
     @property
     def runner(self) -> Runner:
-        """The model; once a cache is attached."""
+        """The model with its cache; once that is attached."""
         ...
 
     @property
@@ -88,13 +95,22 @@ class ModelDrafter(Drafter, Protocol):
         """Share of the target's tokens that the model can propose."""
         ...
 
-
-@runtime_checkable
-class ConfidentDrafter(Drafter, Protocol):
-    """A drafter that knows how sure it is of its tokens while a tree grows, and ends it where ``plan.worths`` say so."""
-
     def stops_early(self, request: Request) -> bool:
-        """Whether the tree of a request would be grown in that way."""
+        """Whether the tree of a request would end where ``plan.worths`` say so, by how sure the model is of its tokens."""
+        ...
+
+    def num_reviewable(self, request: Request) -> int | None:
+        """Return of how many tokens a review would tell, once the drafter is fed all that it lacks.
+
+        ``None``: there is no review of it as it drafts now, such as if its drafts are sampled.
+        """
+        ...
+
+    def review(self, requests: Sequence[Request]) -> ReviewReport:
+        """Review requests, each of them before its next token is known; the drafter may write KV of its committed tokens.
+
+        Of one that lacks more than fits into a pass, a part may be fed, and nothing told.
+        """
         ...
 
 
@@ -125,28 +141,6 @@ class ReviewReport(NamedTuple):
                 raise ValueError(
                     f"a review has logprobs={logprobs} of {len(is_right)} tokens: allowed is one each, finite, at most 0"
                 )
-
-
-@runtime_checkable
-class ReviewingDrafter(Drafter, Protocol):
-    """A drafter that can tell what it would have proposed, so that requests need not draft to show whether that would pay.
-
-    One that proposes something else in `propose` than its base class must say so here as well.
-    """
-
-    def num_reviewable(self, request: Request) -> int | None:
-        """Return of how many tokens a review would tell, once the drafter is fed all that it lacks.
-
-        ``None``: there is no review of it as it drafts now, such as if its drafts are sampled.
-        """
-        ...
-
-    def review(self, requests: Sequence[Request]) -> ReviewReport:
-        """Review requests, each of them before its next token is known; the drafter may write KV of its committed tokens.
-
-        Of one that lacks more than fits into a pass, a part may be fed, and nothing told.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,17 +39,9 @@ class DraftModelDrafter:
         model: same vocabulary as the target (a padded size may differ), or loaded in the order of ``vocabulary``.
         context: of the engine.
         vocabulary: the map to the target's; ``None`` = it is the same.
-        weight_bits: to which the model's matrices were rounded; ``None`` = they are as they were.
     """
 
-    def __init__(
-        self,
-        name: str,
-        model: Model,
-        context: DraftContext,
-        vocabulary: VocabularyMap | None = None,
-        weight_bits: int | None = None,
-    ) -> None:
+    def __init__(self, name: str, model: Model, context: DraftContext, vocabulary: VocabularyMap | None = None) -> None:
         self.name = name
         self.model = model
         self.kv = model.kv_layout.stored_as(context.kv_cache_dtype)
@@ -58,7 +50,6 @@ class DraftModelDrafter:
         self.vocab_size = model.config.vocab_size
         self.target_vocab_size = context.target_vocab_size
         self.vocabulary = vocabulary
-        self.weight_bits = weight_bits
         self.shared_vocabulary = 1.0 if vocabulary is None else vocabulary.share
         self._num_proposable = context.target_vocab_size if vocabulary is None else vocabulary.num_shared
         self.max_len: int = model.config.max_position_embeddings

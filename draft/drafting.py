@@ -13,8 +13,7 @@ from titan.core.kv_tensor import KVTensor
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import DraftTrees, TreeLimits
-from titan.draft.base import CachingDrafter, ConfidentDrafter, Drafter, ModelDrafter, ReviewingDrafter, ReviewReport
-from titan.draft.draft_model import DraftModelDrafter
+from titan.draft.base import CachingDrafter, Drafter, ModelDrafter, ReviewReport
 from titan.kernels.interfaces import Backend
 
 T = TypeVar("T")
@@ -34,8 +33,6 @@ class Drafting:
         self._backend, self._vocab_size = backend, vocab_size
         self._model = drafter if isinstance(drafter, ModelDrafter) else None
         self._caching = drafter if isinstance(drafter, CachingDrafter) and drafter.kv is not None else None
-        self._confident = drafter if isinstance(drafter, ConfidentDrafter) else None
-        self._reviewing = drafter if isinstance(drafter, ReviewingDrafter) else None
 
     @property
     def is_fed(self) -> bool:
@@ -55,7 +52,7 @@ class Drafting:
     @property
     def weight_bits(self) -> int | None:
         """Bits to which a draft model's matrices were rounded; ``None``: they were not, or the drafter is none."""
-        return self.drafter.weight_bits if isinstance(self.drafter, DraftModelDrafter) else None
+        return None if self._model is None else self._model.model.weight_bits
 
     def attach(self, kv: KVTensor) -> None:
         """Give a drafter with KV another cache; what it raises is raised."""
@@ -96,7 +93,7 @@ class Drafting:
 
     def review(self, plan: StepPlan) -> ReviewReport:
         """Review the rows of a plan that are to be; the report is of none if that fails."""
-        drafter, nothing = self._reviewing, ReviewReport(())
+        drafter, nothing = self._model, ReviewReport(())
         if not plan.reviews or drafter is None:
             return nothing
 
@@ -108,13 +105,13 @@ class Drafting:
         return self._ask(review, nothing)
 
     def num_reviewable(self, request: Request) -> int | None:
-        """Return as `ReviewingDrafter.num_reviewable`; ``None`` also where the drafter is none."""
-        drafter = self._reviewing
+        """Return as `ModelDrafter.num_reviewable`; ``None`` also where the drafter is none."""
+        drafter = self._model
         return None if drafter is None else self._ask(lambda: drafter.num_reviewable(request), None)
 
     def stops_early(self, request: Request) -> bool:
-        """Return as `ConfidentDrafter.stops_early`; no if the drafter is none."""
-        drafter = self._confident
+        """Return as `ModelDrafter.stops_early`; no if the drafter is none."""
+        drafter = self._model
         return drafter is not None and self._ask(lambda: drafter.stops_early(request), False)
 
     def _ask(self, ask: Callable[[], T], otherwise: T) -> T:

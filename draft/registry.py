@@ -36,7 +36,9 @@ def _make_ngram(context: DraftContext) -> Drafter:
     return NgramDrafter(context.max_draft_tokens)
 
 
-_MEMBERS = ("name", "max_draft_tokens", "kv", "propose", "commit")  # of a Drafter
+_MEMBERS = [name for name in vars(Drafter) | Drafter.__annotations__ if not name.startswith("_")]
+"""Of a `Drafter`; from Python 3.12 on, `isinstance` does not find those that `__getattr__` provides."""
+
 _FACTORIES: dict[str, DrafterFactory] = {"ngram": _make_ngram}
 
 
@@ -86,18 +88,17 @@ def _open_draft_model(spec: str, options: ModelOptions, context: DraftContext) -
         order = None if vocabulary is None else vocabulary.order
         with _naming_the_draft(spec):
             model = load_model(checkpoint, dtype=dtype, backend=context.backend, order=order, weight_bits=weight_bits)
-        return DraftModelDrafter(spec, model, context, vocabulary, weight_bits)
+        return DraftModelDrafter(spec, model, context, vocabulary)
 
     return load
 
 
-def _check_drafter(drafter: object, spec: object) -> None:
+def _check_drafter(drafter: Drafter, spec: object) -> None:
     """Refuse what is no drafter, or could not use its KV; ``spec`` is the drafter itself, or the name of what made it."""
     named = f"draft_model={spec!r}" if drafter is spec else f"draft_model={spec!r}, whose factory returned {drafter!r},"
     if isinstance(drafter, type):  # which has the methods of its instances
         raise ValueError(f"{named} is not a drafter: allowed is an instance, not the class")
-    if not isinstance(drafter, Drafter):
-        lacking = ", ".join(name for name in _MEMBERS if not hasattr(drafter, name))
+    if lacking := ", ".join(name for name in _MEMBERS if not hasattr(drafter, name)):
         raise ValueError(
             f"{named} is not a drafter: allowed are None, a name, a folder, a hub id, or a Drafter, of which it lacks {lacking}"
         )

@@ -155,6 +155,7 @@ class Model(Protocol):
     config: Any  # a `titan.models.config.ModelConfig`
     dtype: torch.dtype
     device: torch.device
+    weight_bits: int | None  # to which the matrices of its linear layers were rounded; None: they are as they were
 
     @property
     def kv_layout(self) -> KVLayout:

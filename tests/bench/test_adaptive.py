@@ -85,7 +85,7 @@ def test_a_shuffled_draft_has_the_same_numbers_elsewhere(zoo: Zoo) -> None:
 def test_a_shuffled_draft_is_read_as_fast_as_one_that_is_not(zoo: Zoo, name: str) -> None:
     for bits, is_coded in (("auto", True), (8, True), (None, False)):
         shuffled = load_shuffled(zoo.path("llama~"), "bfloat16", bits, make_back_end(name), seed=3)
-        assert (shuffled.head.dtype == torch.int8) == is_coded
+        assert (shuffled.head.dtype == torch.int8) == is_coded and shuffled.weight_bits == (8 if is_coded else None)
 
 
 def test_first_steps_are_those_of_a_new_engine_each_time(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

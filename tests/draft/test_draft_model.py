@@ -263,6 +263,17 @@ def test_a_registered_name_means_its_factory(zoo: Zoo, monkeypatch: pytest.Monke
     assert run_all(engine, PROMPTS[:2], [greedy(5)] * 2) == [zoo.greedy("llama", prompt, 5) for prompt in PROMPTS[:2]]
 
 
+def test_a_drafter_may_have_its_members_from_another(zoo: Zoo) -> None:
+    class Wrapped:
+        def __getattr__(self, name: str) -> object:
+            return getattr(NgramDrafter(3), name)
+
+    drafter: Any = Wrapped()
+    engine = make_engine(zoo.path("llama"), drafter, **AMPLE)
+    assert engine.metrics().draft == "ngram"
+    assert run_all(engine, PROMPTS[:2], [greedy(5)] * 2) == [zoo.greedy("llama", prompt, 5) for prompt in PROMPTS[:2]]
+
+
 @pytest.mark.parametrize(("back_end", "num_nodes"), [("cpu", 6), ("triton", MAX_CHAIN_NODES)])
 def test_on_a_device_a_tree_behind_a_prompt_is_a_short_chain(zoo: Zoo, back_end: str, num_nodes: int) -> None:
     options = AMPLE | {"draft_tree": "auto", "max_draft_tokens": 6}

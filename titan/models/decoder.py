@@ -37,6 +37,7 @@ class Decoder(nn.Module):
         self.dtype = dtype
         self.device = device = backend.device
         self.ops = backend.layer_ops(dtype, config.traits)
+        self.weight_bits: int | None = None
 
         weight_device = torch.device("meta") if is_empty else device
 

@@ -81,6 +81,7 @@ def load_weights(
     _check_weights(destinations, tensors, model.config, files.name)
     _load_weights(model, destinations, tensors, pack, order, weight_bits)
     model.prepare(pack=pack, num_outputs=None if order is None else order.num_outputs)
+    model.weight_bits = weight_bits
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,8 @@ class TransformersModel:
         order: of the tokens; ``None`` = the checkpoint's.
     """
 
+    weight_bits: int | None = None
+
     def __init__(
         self,
         model: Any,
