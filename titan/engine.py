@@ -36,7 +36,7 @@ from titan.core.step_times import Stopwatch
 from titan.core.trees import GrowthReport
 from titan.draft.base import CachingDrafter, DraftContext, Drafter, NoDrafter, ReviewReport
 from titan.draft.drafting import Drafting
-from titan.draft.labels import note_review, note_verification
+from titan.draft.histories import note_review, note_verification
 from titan.draft.registry import DraftSpec, open_drafter
 from titan.execute.batch import split_logits, target_batch
 from titan.execute.memory_profile import run_largest_pass
