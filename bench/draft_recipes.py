@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from titan.bench.loading import load_decoder
 from titan.bench.step_times import model_of
 from titan.core.checks import check_integer
 from titan.core.options import SpeculationOptions
@@ -17,7 +18,7 @@ from titan.draft.registry import open_drafter
 from titan.engine import Engine
 from titan.kernels.interfaces import Backend, Model
 from titan.models.decoder import Decoder
-from titan.models.loader import load_decoder, resolve_model
+from titan.models.loader import resolve_model
 
 TRUNCATED = "truncated"
 OPTIONS = ("tree", "tokens", "sampling", "bits")

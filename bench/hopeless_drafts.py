@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from titan.bench.loading import load_decoder
 from titan.core.request import Request
 from titan.core.step import StepPlan
 from titan.core.trees import DraftTrees
@@ -16,7 +17,7 @@ from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.registry import choose_weight_bits
 from titan.kernels.interfaces import Backend
 from titan.models.decoder import Decoder
-from titan.models.loader import load_decoder, resolve_model
+from titan.models.loader import resolve_model
 from titan.models.weights import round_to_8_bits
 
 

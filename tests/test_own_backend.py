@@ -17,6 +17,7 @@ from tiny_models import reference_logits
 from torch import Tensor
 from zoo import Zoo, random_prompts
 
+from titan.bench.loading import load_decoder
 from titan.core.kv_tensor import KVTensor
 from titan.core.options import EngineConfig
 from titan.core.sampling_params import SamplingParams
@@ -31,7 +32,6 @@ from titan.kernels.torch.runner import TorchRunner
 from titan.kernels.triton.layers import TritonOps
 from titan.kernels.triton.runner import TritonRunner
 from titan.models.decoder import Decoder
-from titan.models.loader import load_decoder
 
 PROMPTS = random_prompts(6, seed=12, max_len=30)
 

@@ -7,8 +7,8 @@ from make_pair import SHAPES, greedy_agreement, late_layer_scale, make_pair, pai
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from titan.bench.loading import load_decoder
 from titan.kernels.torch.backend import TorchBackend
-from titan.models.loader import load_decoder
 
 
 def small_config(num_layers: int = 4) -> LlamaConfig:

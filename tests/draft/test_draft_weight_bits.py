@@ -11,11 +11,11 @@ from back_ends import CODED, KINDS, make_back_end
 from stepping import AMPLE, greedy, make_engine, run_all
 from zoo import Zoo, random_prompts
 
+from titan.bench.loading import load_decoder
 from titan.core.options import weight_bits_of
 from titan.draft.draft_model import DraftModelDrafter
 from titan.engine import Engine
 from titan.models.decoder import Decoder
-from titan.models.loader import load_decoder
 from titan.models.weights import round_to_8_bits
 
 PROMPTS = random_prompts(4)

@@ -17,6 +17,7 @@ from tiny_models import MODEL_TYPES, make_model, reference_logits
 from torch import Tensor
 from zoo import LLAMA3_ROPE
 
+from titan.bench.loading import load_decoder
 from titan.core.batch import QueryRow, build_batch
 from titan.core.kv_tensor import KVTensor
 from titan.core.trees import EMPTY_TREE, DraftTree
@@ -25,7 +26,7 @@ from titan.kernels.cpu.weights import is_packed
 from titan.kernels.interfaces import Model, PassCounts, PassLimits
 from titan.models.decoder import Decoder
 from titan.models.files import ModelFiles
-from titan.models.loader import load_decoder, load_model, open_model
+from titan.models.loader import load_model, open_model
 from titan.models.token_order import TokenOrder
 
 BACKEND = choose_backend(torch.device("cpu"))

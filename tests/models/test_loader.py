@@ -18,11 +18,12 @@ from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from titan.bench.loading import load_decoder
 from titan.kernels.backend import choose_backend
 from titan.kernels.torch.backend import TorchBackend
 from titan.models.decoder import Decoder
 from titan.models.hf import stored
-from titan.models.loader import load_decoder, load_tokenizer, resolve_dtype, resolve_model
+from titan.models.loader import load_tokenizer, resolve_dtype, resolve_model
 
 BACKEND = choose_backend(torch.device("cpu"))
 

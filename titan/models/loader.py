@@ -190,6 +190,7 @@ def load_model(
     backend: Backend,
     order: TokenOrder | None = None,
     weight_bits: int | None = None,
+    pack: bool = True,
 ) -> Model:
     """Read the weights of a model, ready to run; of one on the hub, only those files are downloaded that are loaded.
 
@@ -199,6 +200,7 @@ def load_model(
         backend: that runs the model.
         order: of the tokens; ``None`` = the checkpoint's.
         weight_bits: 8 rounds the matrices of linear layers, see `titan.models.weights.round_to_8_bits`; for Titan's own decoder.
+        pack: pack the weights of Titan's own decoder where possible, see `Decoder.prepare`.
 
     Raises:
         ValueError: the model has weights that do not fit its config, or none.
@@ -206,48 +208,13 @@ def load_model(
     files, config = checkpoint.files, checkpoint.config
     run_dtype = resolve_dtype(dtype, config.dtype, backend)
     if isinstance(config, DecoderConfig):
-        return _fill_decoder(files, config, run_dtype, backend, pack=True, order=order, weight_bits=weight_bits)
+        model = Decoder(as_stored(config, files, run_dtype), dtype=run_dtype, backend=backend, is_empty=True)
+        load_weights(model, files, pack=pack, order=order, weight_bits=weight_bits)
+        return model
     assert isinstance(config, TransformersConfig) and weight_bits is None
     paths = fetch_weights(files)  # its errors name the model
     with _naming(files.name, "checkpoint"), _TRANSFORMERS_LOCK:
         return load_modules(files.name, paths, config, dtype=run_dtype, backend=backend, order=order)
-
-
-def load_decoder(path_or_id: str, *, dtype: str | torch.dtype, backend: Backend, pack: bool = True) -> Decoder:
-    """Read a model that Titan has a decoder for from a folder or a hub id, ready to run.
-
-    The weights are streamed into the decoder piece by piece: besides them, only a few MiB of the files are mapped.
-
-    Args:
-        path_or_id: a folder with config.json and safetensors weights, or a hub id.
-        dtype: as of `load_model`.
-        backend: as of `load_model`.
-        pack: pack the weights where possible; see `Decoder.prepare`.
-
-    Raises:
-        ValueError: as `open_model` and `load_model`, and there is no decoder for it.
-    """
-    files = ModelFiles(path_or_id)
-    config = open_model(files, "native").config
-    assert isinstance(config, DecoderConfig)
-    run_dtype = resolve_dtype(dtype, config.dtype, backend)
-    return _fill_decoder(files, config, run_dtype, backend, pack=pack, order=None, weight_bits=None)
-
-
-def _fill_decoder(
-    files: ModelFiles,
-    config: DecoderConfig,
-    dtype: torch.dtype,
-    backend: Backend,
-    *,
-    pack: bool,
-    order: TokenOrder | None,
-    weight_bits: int | None,
-) -> Decoder:
-    config = as_stored(config, files, dtype)
-    model = Decoder(config, dtype=dtype, backend=backend, is_empty=True)
-    load_weights(model, files, pack=pack, order=order, weight_bits=weight_bits)
-    return model
 
 
 def _read_decoder_config(content: dict[str, Any], folder: Path, eos_token_ids: tuple[int, ...] | None) -> DecoderConfig:
