@@ -24,6 +24,7 @@ from titan.bench.adaptive_report import ADAPTIVE, FIXED, OFF, adaptive_report
 from titan.bench.draft_recipes import DraftRecipe, Models
 from titan.bench.engine_run import BLOCK_SIZE, make_idle, num_blocks_for, run_first_steps, run_workload
 from titan.bench.hopeless_drafts import HalfHopelessDrafter, load_shuffled
+from titan.bench.loading import load_target
 from titan.bench.prompts import prompt_stream
 from titan.bench.report import add_draft, add_target, bench_parser, count, measure_and_publish, model_options, parse, positive
 from titan.bench.runs import Run
@@ -36,8 +37,6 @@ from titan.draft.base import Drafter
 from titan.draft.draft_model import DraftModelDrafter
 from titan.engine import Engine
 from titan.kernels.backend import choose_backend, choose_device
-from titan.models.files import ModelFiles
-from titan.models.loader import load_model, load_tokenizer, open_model, resolve_model
 
 NUM_WARM_UP_TOKENS = 16
 """Tokens that each request of a warm-up run generates."""
@@ -66,10 +65,7 @@ class AdaptiveBench:
         self._output_len = args.first_steps * longest_step + 1 if args.first_steps else args.output_len
         self._prompts = prompt_stream(args.model, args.prompts, args.prompt_len, args.seed, **model_options(args))
         self._backend = choose_backend(choose_device(args.device))
-        target = resolve_model(args.model, "target")
-        self._tokenizer = load_tokenizer(target, trust_remote_code=args.trust_remote_code)
-        checkpoint = open_model(ModelFiles(target), **model_options(args))
-        self._target = load_model(checkpoint, dtype=args.dtype, backend=self._backend)
+        self._target, self._tokenizer = load_target(args, self._backend)
         self._drafts: Models = {}
         if args.hopeless:
             self._drafts[args.draft_model, None] = load_shuffled(

@@ -28,6 +28,7 @@ from titan.bench.arrivals import draw_arrivals
 from titan.bench.engine_run import BLOCK_SIZE, make_idle, num_blocks_for, run_workload
 from titan.bench.latency import above_zero
 from titan.bench.load_scenarios import FIRST_SETTING, Figures, Load, Scenario, make_scenarios
+from titan.bench.loading import load_target
 from titan.bench.report import (
     Report,
     Table,
@@ -49,8 +50,6 @@ from titan.core.dtypes import RUN_DTYPES
 from titan.core.options import EngineConfig
 from titan.engine import Engine
 from titan.kernels.backend import choose_backend, choose_device
-from titan.models.files import ModelFiles
-from titan.models.loader import load_model, load_tokenizer, open_model, resolve_model
 
 NAMES = ("long-prompts", "priority", "fair", "prefix", "int8", "int8-memory", "load")
 NUM_WARM_UP = 4
@@ -73,11 +72,8 @@ class LoadBench:
         self.args = args
         self.samples: list[Sample] = []
         self.problems: list[str] = []
-        target = resolve_model(args.model, "target")
         self._backend = choose_backend(choose_device("auto"))
-        self._tokenizer = load_tokenizer(target, trust_remote_code=args.trust_remote_code)
-        checkpoint = open_model(ModelFiles(target), **model_options(args))
-        self._target = load_model(checkpoint, dtype=args.dtype, backend=self._backend)
+        self._target, self._tokenizer = load_target(args, self._backend)
         self._load = Load(
             model=args.model,
             model_options=model_options(args),

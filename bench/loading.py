@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+import argparse
+from typing import Any
+
 import torch
 
-from titan.kernels.interfaces import Backend
+from titan.bench.report import model_options
+from titan.kernels.interfaces import Backend, Model
 from titan.models.decoder import Decoder
 from titan.models.files import ModelFiles
-from titan.models.loader import load_model, open_model
+from titan.models.loader import load_model, load_tokenizer, open_model, resolve_model
+
+
+def load_target(args: argparse.Namespace, backend: Backend) -> tuple[Model, Any | None]:
+    """Load the target and its tokenizer, if it has one, for engines that share them.
+
+    Args:
+        args: of a parser with `add_target`, and ``dtype``.
+        backend: that runs the model.
+
+    Raises:
+        ValueError: it cannot be used.
+    """
+    folder = resolve_model(args.model, "target")
+    tokenizer = load_tokenizer(folder, trust_remote_code=args.trust_remote_code)
+    checkpoint = open_model(ModelFiles(folder), **model_options(args))
+    return load_model(checkpoint, dtype=args.dtype, backend=backend), tokenizer
 
 
 def load_decoder(path_or_id: str, *, dtype: str | torch.dtype, backend: Backend, pack: bool = True) -> Decoder:
