@@ -302,6 +302,15 @@ def test_what_cannot_be_measured_is_drafted_as_fixed(zoo: Zoo, monkeypatch: pyte
     assert engine.adaptive is not None
 
 
+@pytest.mark.parametrize("speculation", ["adaptive", "off"])
+def test_what_cannot_be_measured_bounds_no_prompts(zoo: Zoo, speculation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titan.adaptive.profiler.measure", Mock(side_effect=torch.OutOfMemoryError("3 GB are missing")))
+    with pytest.warns(UserWarning, match="passes could not be measured, so .*: 3 GB") as found:
+        engine = adaptive_engine(zoo, "llama~", speculation=speculation, max_inter_token_s=1e-9, **AMPLE)
+    assert "so max_inter_token_s bounds nothing" in str(found[-1].message)
+    assert run_all(engine, PROMPTS, PARAMS) == written(zoo)
+
+
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 def test_measuring_passes_keeps_the_kv_of_requests_that_hold_all_blocks(zoo: Zoo, kv_cache_dtype: str) -> None:
     options: dict[str, Any] = {"block_size": 8, "num_kv_blocks": 3, "kv_cache_dtype": kv_cache_dtype}

@@ -9,8 +9,10 @@ import psutil
 import pytest
 from stepping import SCARCE, check_blocks, drain, greedy, make_engine, submit
 from test_kv_cache import make_request
+from torch import Tensor
 from zoo import Zoo, random_prompts
 
+from titan.core.kv_tensor import KVTensor
 from titan.core.metrics import TierMetrics
 from titan.schedule.preemption import SwapRule
 
@@ -104,6 +106,50 @@ def test_without_memory_for_the_swap_space_another_draft_goes_without(zoo: Zoo, 
     assert (engine.metrics().draft, engine.metrics().num_swapped, engine.metrics().swap_space.num_blocks) == ("ngram", 0, 0)
     drain(engine)
     assert [each.output_token_ids for each in requests] == [zoo.greedy("llama", each, 20, ignore_eos=True) for each in prompts]
+
+
+def test_another_draft_takes_no_more_of_the_host_than_the_swap_space_has(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are never as many blocks as before of target and draft together."""
+    engine = make_engine(zoo.path("llama"), "ngram", preemption_mode="swap", swap_space=81 * BYTES, **SCARCE)
+    space, host_blocks, most = engine.kv.swap_space, engine.backend.cache.host_blocks, list[int]()
+
+    def record(kv: KVTensor, num_blocks: int) -> list[Tensor]:
+        most.append(sum(block.nbytes for blocks in space._blocks.values() for block in blocks) + num_blocks * BYTES)
+        return host_blocks(kv, num_blocks)
+
+    monkeypatch.setattr(engine.backend.cache, "host_blocks", record)
+    engine.swap_draft(zoo.path("llama~"))
+    assert max(most) <= 81 * BYTES and engine.metrics().swap_space.num_blocks == 40
+
+
+@pytest.mark.parametrize("before", [None, "llama~"])
+def test_without_memory_for_its_swap_space_a_draft_with_a_cache_is_taken(
+    zoo: Zoo, before: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether or not the swap space is to have another number of blocks."""
+    draft = None if before is None else zoo.path(before)
+    engine = make_engine(zoo.path("llama"), draft, preemption_mode="swap", swap_space=81 * BYTES, **SCARCE)
+    prompts = random_prompts(8, seed=1, max_len=45)
+    requests = submit(engine, prompts, [greedy(20, ignore_eos=True)] * 8)
+    while not engine.metrics().num_swapped:
+        engine.step()
+    host_blocks = engine.backend.cache.host_blocks
+
+    def fail(kv: KVTensor, num_blocks: int) -> list[Tensor]:
+        if num_blocks:
+            raise MemoryError
+        return host_blocks(kv, 0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.backend.cache, "host_blocks", fail)
+        with pytest.warns(RuntimeWarning, match="no memory for 40 blocks of swap space any more, so that there is none"):
+            engine.swap_draft(zoo.path("llama"))
+    check_blocks(engine)
+    assert {*engine.kv.tensors} == {"target", "draft"} and engine.metrics().swap_space.num_blocks == 0
+    drain(engine)
+    assert [each.output_token_ids for each in requests] == [zoo.greedy("llama", each, 20, ignore_eos=True) for each in prompts]
+    engine.swap_draft(zoo.path("llama~"))
+    assert engine.metrics().swap_space.num_blocks == 40, "a later one may find memory again"
 
 
 def test_without_memory_for_the_copy_a_preempted_request_is_computed_again(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from functools import cache
 from hashlib import blake2b
 from random import Random
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -566,6 +566,14 @@ def test_a_copy_that_fails_for_a_sibling_of_requests_that_end_loses_nothing_of_t
     assert [each.error for each in others] == [None if is_of_memory else "RuntimeError: broken"] * 2
     world.drain(random)
     assert [each.num_output_tokens for each in others] == [1 if is_of_memory else 0] * 2
+
+
+def test_a_completion_that_ends_costs_no_look_at_those_that_wait_or_have_their_prompt() -> None:
+    world, random = World(8, max_batch_size=2), Random(0)
+    first = world.add([1] * 10, 1, ignore_eos=True, n=30)
+    with patch.object(world.scheduler, "_ensure_kv", wraps=world.scheduler._ensure_kv) as ensure_kv:
+        world.drain(random)
+    assert all(each.is_finished for each in first.family) and ensure_kv.call_count < 3 * 30
 
 
 SEEDS = st.integers(0, 2**32)  # the choices inside a rule come from one draw, which keeps examples fast

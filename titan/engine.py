@@ -143,7 +143,7 @@ class Engine:
         if self.backend.is_host:
             free_memory -= num_blocks * block_bytes(block_size, layouts)
         num_swapped = num_swap_blocks(config.schedule.swap_space, layouts, block_size, free_memory)
-        self.kv = KVCache(num_blocks, block_size, config.memory.enable_prefix_caching, self.backend.cache, num_swapped)
+        self.kv = KVCache(num_blocks, block_size, config.memory.enable_prefix_caching, self.backend.cache)
         target_kv = KVTensor(kv_layout, num_blocks, block_size, self.backend.device)
         self.kv.attach("target", target_kv)
         self.runner = self.backend.prepare(target, target_kv, self._pass_limits, self.passes)
@@ -155,8 +155,9 @@ class Engine:
         self._profiler = Profiler(self.backend, self.kv, config.schedule, self.max_model_len)
         self._ahead: Any = None  # mark behind the last pass, where the device may still be at it
         self._swap_rule = SwapRule.of(config.schedule)
-        self._use_drafter(drafter)
+        self._use_drafter(drafter, 0, ())
         if num_swapped:
+            self.kv.resize_swap_space(num_swapped, ())
             self._swap_rule.block_s = self.kv.measure_copies(self.backend.download)
         self._pace = self._make_pace()
         prefill_limit = None if self._pace is None else self._pace.prefill_limit
@@ -283,13 +284,12 @@ class Engine:
             drafter = self._open_drafter(draft)()
             num_swapped, claims = self._check_room(drafter), self._claims
             try:
-                self._use_drafter(drafter)
+                self._use_drafter(drafter, num_swapped, self.scheduler.in_flight)
             except BaseException:
                 self._claims = claims
                 if drafter is self.drafter:  # one that was given again
                     self._return_cache()
                 raise
-            self.kv.forget_draft(self.scheduler.in_flight)
             self._swap_rule.block_s *= self.kv.bytes_per_block / block_bytes_before
             try:
                 self.kv.resize_swap_space(num_swapped, self.scheduler.in_flight)
@@ -454,8 +454,14 @@ class Engine:
                 f"the other LLM is deleted or has swapped it away"
             )
 
-    def _use_drafter(self, drafter: Drafter) -> None:
-        """Propose with a drafter from now on; whatever raises, the current one stays."""
+    def _use_drafter(self, drafter: Drafter, num_swapped: int, requests: Sequence[Request]) -> None:
+        """Propose with a drafter from now on; whatever raises, the current one stays.
+
+        Args:
+            drafter: the new one.
+            num_swapped: blocks that the swap space is to have with it.
+            requests: in flight.
+        """
         kv: KVTensor | None = None
         if isinstance(drafter, CachingDrafter) and drafter.kv is not None:
             self._claim("draft_model", drafter)
@@ -464,14 +470,27 @@ class Engine:
         drafting = Drafting(drafter, self.backend, self.model_config.vocab_size)
         max_draft_tokens = min(drafter.max_draft_tokens, self.config.speculation.max_draft_tokens)
         adaptive = self._make_adaptive(drafting, max_draft_tokens)
-        if kv is None:
-            self.kv.detach("draft")
-        else:
-            self.kv.attach("draft", kv)
+        self.kv.forget_draft(requests)
+        self._replace_cache(kv, num_swapped, requests)
         self.drafting = drafting
         policy = self.config.schedule.scheduling_policy
         self._claims = tuple(each for each in self._claims if each is drafter or each is policy)
         self._max_draft_tokens, self.adaptive = max_draft_tokens, adaptive
+
+    def _replace_cache(self, kv: KVTensor | None, num_swapped: int, requests: Sequence[Request]) -> None:
+        """Attach a draft's cache in place of another's; the swap space is empty if it has another size or the host no memory."""
+        if kv is None:
+            self.kv.detach("draft")
+            return
+        if num_swapped != self.kv.swap_space.pool.num_blocks:
+            self.kv.resize_swap_space(0, requests)  # else as many blocks as before would be allocated for the draft, too
+        try:
+            self.kv.attach("draft", kv)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self.kv.resize_swap_space(0, requests)
+            self.kv.attach("draft", kv)
 
     def _make_adaptive(self, drafting: Drafting, max_draft_tokens: int) -> AdaptiveSpeculation | None:
         options = self.config.speculation
@@ -488,7 +507,11 @@ class Engine:
         max_step_s = self.config.schedule.max_inter_token_s
         if max_step_s is None:
             return None
-        target = self._profiler.target or self._measure(NoDrafter(), self._max_draft_tokens).target
+        try:
+            target = self._profiler.target or self._measure(NoDrafter(), self._max_draft_tokens).target
+        except RuntimeError as error:
+            warnings.warn(f"passes could not be measured, so max_inter_token_s bounds nothing: {error}", stacklevel=2)
+            return None
         return Pace(deepcopy(target), max_step_s)
 
     def _measure(self, drafter: Drafter, max_draft_tokens: int) -> Costs:

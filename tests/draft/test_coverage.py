@@ -15,6 +15,7 @@ from stepping import AMPLE, SCARCE, check_blocks, greedy, make_engine, submit
 from zoo import Zoo, random_prompts
 
 from titan.core.draft_history import DraftHistory
+from titan.core.kv_tensor import KVTensor, Role
 from titan.core.sampling_params import SamplingParams
 from titan.draft.registry import DraftSpec
 
@@ -116,6 +117,22 @@ def test_a_steady_request_lacks_one_or_two_tokens_and_a_paused_one_catches_up_at
     auditor = Auditor(zoo, engine, "llama")
     auditor.check("llama~")
     assert auditor.num_checked["draft"] == request.num_drafted_context > paused_at
+
+
+def test_a_draft_that_was_swapped_in_before_an_interrupt_has_seen_nothing(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **AMPLE)
+    requests, attach = submit(engine, PROMPTS, [greedy(9)] * len(PROMPTS)), engine.kv.attach
+
+    def interrupt(role: Role, tensor: KVTensor) -> None:
+        attach(role, tensor)
+        raise KeyboardInterrupt
+
+    engine.step()
+    assert any(request.num_drafted_context for request in requests)
+    monkeypatch.setattr(engine.kv, "attach", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.swap_draft(zoo.path("other"))
+    assert not any(request.num_drafted_context for request in requests)
 
 
 def test_a_long_context_is_caught_up_within_the_token_budget_before_anything_is_drafted(zoo: Zoo) -> None:

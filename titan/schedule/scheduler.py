@@ -346,8 +346,10 @@ class Scheduler:
 
     def _share_prompts(self, finished: Sequence[Request]) -> list[Request]:
         """Give siblings without KV the prompts of finished requests, while the blocks are there; return those that it ended."""
-        ended = []
-        for sibling in dict.fromkeys([each for request in finished for each in request.siblings if not each.is_finished]):
+        families, ended = {id(request.siblings) for request in finished if request.siblings}, list[Request]()
+        if not families:
+            return ended
+        for sibling in [each for each in self.running if not each.block_ids and id(each.siblings) in families]:
             try:
                 self._ensure_kv(sibling)
             except Exception as error:  # noqa: BLE001 - whatever ends one request, the others are told what they got
