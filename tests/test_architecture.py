@@ -25,7 +25,7 @@ ORDER = [
     {"titan.memory", "titan.sample"},
     {"titan.execute"},
     {"titan.draft", "titan.verify"},
-    {"titan.schedule", "titan.adaptive"},
+    {"titan.schedule", "titan.adaptive", "titan.claims"},
     {
         "titan.diagnosis",
         "titan.engine",

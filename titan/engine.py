@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from functools import cache
-from threading import RLock
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import torch
 from tqdm import tqdm
 
 from titan.adaptive.controller import Controller
-from titan.adaptive.costs import Costs
 from titan.adaptive.pace import Pace, StepLoad
 from titan.adaptive.profiler import Profiler
 from titan.adaptive.speculation import AdaptiveSpeculation
-from titan.core.checks import check_integer, shown
+from titan.claims import Claims
+from titan.core.checks import check_integer
 from titan.core.dtypes import dtype_name
 from titan.core.growth import GrowthSpec
 from titan.core.host_memory import host_memory
@@ -29,6 +25,7 @@ from titan.core.metrics import EngineCounters, EngineMetrics, Percentiles, TierM
 from titan.core.options import EngineConfig, ModelOptions
 from titan.core.out_of_memory import is_out_of_memory
 from titan.core.policy import SchedulingPolicy
+from titan.core.process import check_process
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.core.step_log import StepLog
@@ -48,7 +45,6 @@ from titan.memory.sizing import block_bytes, num_kv_blocks, num_swap_blocks
 from titan.models.config import ModelConfig
 from titan.models.loader import Checkpoint, how_it_runs, load_model, resolve_dtype
 from titan.schedule.admission import Limits
-from titan.schedule.preemption import SwapRule
 from titan.schedule.scheduler import Scheduler
 from titan.verify.accept import collect, launch
 from titan.verify.logprobs import prompt_logprobs
@@ -61,10 +57,6 @@ class _Passed(NamedTuple):
     growth: GrowthReport | None
     report: ReviewReport  # of the plan's reviews; of none where they failed
 
-
-_engines: WeakSet[Engine] = WeakSet()
-"""Those of this process that may have claimed something."""
-_claiming = RLock()
 
 StepObserver = Callable[[StepPlan, Acceptance], None]
 """Called after a step's verification, while the requests' last tokens are still their roots; must not change anything."""
@@ -96,13 +88,13 @@ class Engine:
     ) -> None:
         check_process()
         self.config = config
-        self._claims: tuple[object, ...] = ()  # what no other engine may use
+        self._claims = Claims()
         self.backend = backend or choose_backend(choose_device(config.model.device), config.model.num_threads)
         try:
             with self.backend.active():
                 self._assemble(model, draft, tokenizer)
         except BaseException:
-            self._claims = ()
+            self._claims.keep(())
             raise
 
     def _assemble(self, model: Checkpoint | Model, draft: DraftSpec, tokenizer: Any | None) -> None:
@@ -111,7 +103,7 @@ class Engine:
         block_size, max_batch_size = config.memory.block_size, config.schedule.max_batch_size
         self.backend.check_limits(block_size=block_size, max_batch_size=max_batch_size)
         if isinstance(policy := config.schedule.scheduling_policy, SchedulingPolicy):
-            self._claim("scheduling_policy", policy)
+            self._claims.take("scheduling_policy", policy)
         is_drafting = config.speculation.speculation != "off" and config.speculation.max_draft_tokens > 0
         self.model_config = model.config
         self.dtype = (
@@ -146,7 +138,7 @@ class Engine:
         self.kv = KVCache(num_blocks, block_size, config.memory.enable_prefix_caching, self.backend.cache)
         target_kv = KVTensor(kv_layout, num_blocks, block_size, self.backend.device)
         self.kv.attach("target", target_kv)
-        self.runner = self.backend.prepare(target, target_kv, self._pass_limits, self.passes)
+        self.runner = self._prepare_target(target_kv)
         vocab_size = self.model_config.vocab_size
         _warm_up(config, [*self.runner.warm_up((), vocab_size), *self.backend.warm_up(vocab_size, self.dtype)])
         self.counters = EngineCounters()
@@ -154,14 +146,15 @@ class Engine:
         self._log = StepLog()
         self._profiler = Profiler(self.backend, self.kv, config.schedule, self.max_model_len)
         self._ahead: Any = None  # mark behind the last pass, where the device may still be at it
-        self._swap_rule = SwapRule.of(config.schedule)
         self._use_drafter(drafter, 0, ())
         if num_swapped:
             self.kv.resize_swap_space(num_swapped, ())
-            self._swap_rule.block_s = self.kv.measure_copies(self.backend.download)
         self._pace = self._make_pace()
         prefill_limit = None if self._pace is None else self._pace.prefill_limit
-        self.scheduler = Scheduler(config.schedule, self.kv, self.counters, prefill_limit=prefill_limit, swap_rule=self._swap_rule)
+        self.scheduler = Scheduler(config.schedule, self.kv, self.counters, prefill_limit=prefill_limit)
+        if num_swapped:
+            self.scheduler.swap_rule.block_s = self.kv.measure_copies(self.backend.download)
+        self._inform_swap_rule()
 
     @property
     def limits(self) -> Limits:
@@ -282,15 +275,17 @@ class Engine:
         block_bytes_before = self.kv.bytes_per_block
         with self.backend.active():
             drafter = self._open_drafter(draft)()
-            num_swapped, claims = self._check_room(drafter), self._claims
+            num_swapped = self._check_room(drafter)
             try:
                 self._use_drafter(drafter, num_swapped, self.scheduler.in_flight)
             except BaseException:
-                self._claims = claims
                 if drafter is self.drafter:  # one that was given again
                     self._return_cache()
                 raise
-            self._swap_rule.block_s *= self.kv.bytes_per_block / block_bytes_before
+            finally:
+                self._claims.keep((self.drafter, self.config.schedule.scheduling_policy))
+            self.scheduler.swap_rule.block_s *= self.kv.bytes_per_block / block_bytes_before
+            self._inform_swap_rule()
             try:
                 self.kv.resize_swap_space(num_swapped, self.scheduler.in_flight)
             except Exception as error:
@@ -339,7 +334,7 @@ class Engine:
                 role: KVTensor(each.layout, num_blocks, each.block_size, self.backend.device, torch.empty)
                 for role, each in self.kv.tensors.items()
             }
-            runner = self.backend.prepare(self._target, tensors["target"], self._pass_limits, self.passes)
+            runner = self._prepare_target(tensors["target"])
             try:
                 if "draft" in tensors:
                     self.drafting.attach(tensors["draft"])
@@ -348,7 +343,7 @@ class Engine:
             except BaseException as error:
                 if not isinstance(error, Exception):
                     self._give_up_kv(f"resize_kv_cache({num_blocks}) was interrupted")
-                    self.runner = self.backend.prepare(self._target, self.kv.tensors["target"], self._pass_limits, self.passes)
+                    self.runner = self._prepare_target(self.kv.tensors["target"])
                 self._return_cache()
                 raise
 
@@ -431,28 +426,8 @@ class Engine:
 
     def _open_drafter(self, draft: DraftSpec) -> Callable[[], Drafter]:
         if isinstance(draft, CachingDrafter) and draft.kv is not None:
-            self._check_unclaimed("draft_model", draft)
+            self._claims.check("draft_model", draft)
         return open_drafter(draft, self.config.model, self._draft_context())
-
-    def _claim(self, name: str, value: object) -> None:
-        """Take what keeps the state of one engine: a policy, or a drafter with a cache, which is that one's.
-
-        Raises:
-            ValueError: another engine has it.
-        """
-        with _claiming:
-            self._check_unclaimed(name, value)
-            self._claims = (*self._claims, value)
-            _engines.add(self)
-
-    def _check_unclaimed(self, name: str, value: object) -> None:
-        with _claiming:
-            is_claimed = any(value is claimed for each in _engines if each is not self for claimed in each._claims)
-        if is_claimed:
-            raise ValueError(
-                f"{name}={shown(value)} is in use by another LLM, whose state it keeps: allowed is one for each, or this one once "
-                f"the other LLM is deleted or has swapped it away"
-            )
 
     def _use_drafter(self, drafter: Drafter, num_swapped: int, requests: Sequence[Request]) -> None:
         """Propose with a drafter from now on; whatever raises, the current one stays.
@@ -464,7 +439,7 @@ class Engine:
         """
         kv: KVTensor | None = None
         if isinstance(drafter, CachingDrafter) and drafter.kv is not None:
-            self._claim("draft_model", drafter)
+            self._claims.take("draft_model", drafter)
             kv = KVTensor(drafter.kv, self.kv.num_blocks, self.kv.block_size, self.backend.device)
             drafter.attach(kv)
         drafting = Drafting(drafter, self.backend, self.model_config.vocab_size)
@@ -473,8 +448,6 @@ class Engine:
         self.kv.forget_draft(requests)
         self._replace_cache(kv, num_swapped, requests)
         self.drafting = drafting
-        policy = self.config.schedule.scheduling_policy
-        self._claims = tuple(each for each in self._claims if each is drafter or each is policy)
         self._max_draft_tokens, self.adaptive = max_draft_tokens, adaptive
 
     def _replace_cache(self, kv: KVTensor | None, num_swapped: int, requests: Sequence[Request]) -> None:
@@ -497,7 +470,7 @@ class Engine:
         if options.speculation != "adaptive" or not max_draft_tokens:
             return None
         try:
-            costs = self._measure(drafting.drafter, max_draft_tokens)
+            costs = self._profiler.measure(self.runner, drafting.drafter, max_draft_tokens)
         except RuntimeError as error:
             warnings.warn(f"passes could not be measured, so speculation='fixed' is used: {error}", stacklevel=2)
             return None
@@ -508,16 +481,19 @@ class Engine:
         if max_step_s is None:
             return None
         try:
-            target = self._profiler.target or self._measure(NoDrafter(), self._max_draft_tokens).target
+            target = self._profiler.target or self._profiler.measure(self.runner, NoDrafter(), self._max_draft_tokens).target
         except RuntimeError as error:
             warnings.warn(f"passes could not be measured, so max_inter_token_s bounds nothing: {error}", stacklevel=2)
             return None
         return Pace(deepcopy(target), max_step_s)
 
-    def _measure(self, drafter: Drafter, max_draft_tokens: int) -> Costs:
-        costs = self._profiler.measure(self.runner, drafter, max_draft_tokens)
-        self._swap_rule.pass_s = costs.target.predict  # of the first time, but followed
-        return costs
+    def _prepare_target(self, kv: KVTensor) -> Runner:
+        return self.backend.prepare(self._target, kv, self._pass_limits, self.passes)
+
+    def _inform_swap_rule(self) -> None:
+        """Tell what becomes of preempted requests from what the target's passes take, once they have been measured."""
+        if self._profiler.target is not None:
+            self.scheduler.swap_rule.pass_s = self._profiler.target.predict  # of the first time, but followed
 
     def _draft_context(self) -> DraftContext:
         config, backend, limits, passes = self.config, self.backend, self._pass_limits, self.passes
@@ -559,25 +535,6 @@ def _warm_up(config: EngineConfig, passes: Sequence[WarmUp]) -> None:
             f"{schedule.max_num_batched_tokens} tokens need more memory than the KV cache leaves: lower these, or give the cache "
             f"less by memory_utilization, kv_cache_memory or num_kv_blocks"
         ) from error
-
-
-def check_process() -> None:
-    """Refuse a process that was forked from one with an engine: it has none of the threads that its locks and PyTorch wait for.
-
-    Raises:
-        RuntimeError: the process was forked after an engine had been made.
-    """
-    if os.getpid() != _first_process():
-        raise RuntimeError(
-            f"process {os.getpid()} was forked from process {_first_process()} after that had made an LLM, and threads do not "
-            f"survive a fork: start it with multiprocessing.get_context('spawn'), and make an LLM there"
-        )
-
-
-@cache
-def _first_process() -> int:
-    """Return the process that made the first engine, in processes forked from it as well."""
-    return os.getpid()
 
 
 def _tier(pool: BlockPool, bytes_per_block: int) -> TierMetrics:

@@ -10,8 +10,9 @@ from queue import SimpleQueue
 from threading import Lock, get_ident
 from typing import Any, TypeVar
 
+from titan.core.process import check_process
 from titan.core.request import Request
-from titan.engine import Engine, check_process
+from titan.engine import Engine
 
 T = TypeVar("T")
 

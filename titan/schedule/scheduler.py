@@ -44,7 +44,6 @@ class Scheduler:
         counters: totals to update.
         clock: returns seconds, on the clock of the requests' times of arrival.
         prefill_limit: bounds the prompt tokens of steps in which requests decode; ``None`` = by the options alone.
-        swap_rule: chooses what becomes of the KV of preempted requests; ``None`` = by the mode in the options alone.
     """
 
     def __init__(
@@ -54,14 +53,13 @@ class Scheduler:
         counters: EngineCounters,
         clock: Callable[[], float] = time.monotonic,
         prefill_limit: PrefillLimit | None = None,
-        swap_rule: SwapRule | None = None,
     ) -> None:
         self.options = options
         self.kv = kv
         self.counters = counters
         self.clock = clock
         self.policy = create_policy(options.scheduling_policy)
-        self.swap_rule = swap_rule or SwapRule.of(options)
+        self.swap_rule = SwapRule.of(options)
         self.waiting: OrderedDict[Request, None] = OrderedDict()  # preempted ones first; the policy has its own order
         self.running: list[Request] = []  # in order of their start
         self.service = ServiceLog()
