@@ -21,7 +21,7 @@ from itertools import repeat
 from typing import Any
 
 from titan.bench.adaptive_report import ADAPTIVE, FIXED, OFF, adaptive_report
-from titan.bench.draft_recipes import DraftRecipe, Models
+from titan.bench.draft_recipes import DraftRecipe, LoadedDraft, Models
 from titan.bench.engine_run import BLOCK_SIZE, make_idle, num_blocks_for, run_first_steps, run_workload
 from titan.bench.hopeless_drafts import HalfHopelessDrafter, load_shuffled
 from titan.bench.loading import load_target
@@ -68,9 +68,8 @@ class AdaptiveBench:
         self._target, self._tokenizer = load_target(args, self._backend)
         self._drafts: Models = {}
         if args.hopeless:
-            self._drafts[args.draft_model, None] = load_shuffled(
-                args.draft_model, args.dtype, args.draft_weight_bits, self._backend, args.seed
-            )
+            shuffled = load_shuffled(args.draft_model, args.dtype, args.draft_weight_bits, self._backend, args.seed)
+            self._drafts[args.draft_model, None] = LoadedDraft(shuffled)
         self._engines: dict[str, Engine] = {}
         if not args.first_steps:
             self._engines = {setting: self._make_engine(setting) for setting in self.settings}
@@ -128,7 +127,7 @@ class AdaptiveBench:
             return drafter
         if not isinstance(drafter, DraftModelDrafter):
             raise ValueError(f"--mixed needs a draft model: --draft-model {draft} is none")
-        return HalfHopelessDrafter(draft, drafter.model, engine._draft_context())
+        return HalfHopelessDrafter(draft, drafter.model, engine._draft_context(), drafter.vocabulary)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

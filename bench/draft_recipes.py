@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from titan.core.options import SpeculationOptions
 from titan.draft.base import DraftContext, Drafter
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.registry import open_drafter
+from titan.draft.vocabulary import VocabularyMap
 from titan.engine import Engine
 from titan.kernels.interfaces import Backend, Model
 from titan.models.decoder import Decoder
@@ -22,7 +23,16 @@ from titan.models.loader import resolve_model
 
 TRUNCATED = "truncated"
 OPTIONS = ("tree", "tokens", "sampling", "bits")
-Models = dict[tuple[str, int | None], Model]
+
+
+class LoadedDraft(NamedTuple):
+    """A draft model, whose weights drafters share."""
+
+    model: Model
+    vocabulary: VocabularyMap | None = None  # from its tokens to the target's, if they are others
+
+
+Models = dict[tuple[str, int | None], LoadedDraft]
 """Draft models by name and bits."""
 
 
@@ -88,16 +98,20 @@ class DraftRecipe:
             if isinstance(found, Drafter):
                 return found
             models[key] = found
-        return DraftModelDrafter(self.name, models[key], context)
+        return DraftModelDrafter(self.name, models[key].model, context, models[key].vocabulary)
 
-    def _load(self, engine: Engine, target: str, context: DraftContext) -> Model | Drafter:
+    def _load(self, engine: Engine, target: str, context: DraftContext) -> LoadedDraft | Drafter:
         """The draft model; a drafter that has none."""
         if self.num_layers is not None:
             whole = model_of(engine.runner) if self.bits is None else _load_rounded(target, "target", self.bits, engine)
-            return truncate(whole, self.num_layers, engine.backend)
+            return LoadedDraft(truncate(whole, self.num_layers, engine.backend))
         drafter = open_drafter(self.model, engine.config.model, context)()
         if isinstance(drafter, DraftModelDrafter):
-            return drafter.model if self.bits is None else _load_rounded(self.model, "draft", self.bits, engine)
+            if self.bits is None:
+                return LoadedDraft(drafter.model, drafter.vocabulary)
+            if drafter.vocabulary is not None:
+                raise ValueError(f"bits={self.bits} needs a draft with the target's tokens, and those of {self.model!r} are others")
+            return LoadedDraft(_load_rounded(self.model, "draft", self.bits, engine))
         if self.bits is not None:
             raise ValueError(f"bits={self.bits} needs a draft model, and {self.model!r} is none")
         return drafter
