@@ -571,7 +571,7 @@ def test_a_copy_that_fails_for_a_sibling_of_requests_that_end_loses_nothing_of_t
 def test_a_completion_that_ends_costs_no_look_at_those_that_wait_or_have_their_prompt() -> None:
     world, random = World(8, max_batch_size=2), Random(0)
     first = world.add([1] * 10, 1, ignore_eos=True, n=30)
-    with patch.object(world.scheduler, "_ensure_kv", wraps=world.scheduler._ensure_kv) as ensure_kv:
+    with patch.object(world.scheduler, "ensure_kv", wraps=world.scheduler.ensure_kv) as ensure_kv:
         world.drain(random)
     assert all(each.is_finished for each in first.family) and ensure_kv.call_count < 3 * 30
 

@@ -17,12 +17,13 @@ from titan.core.options import ScheduleOptions
 from titan.core.out_of_memory import is_out_of_memory
 from titan.core.outputs import RequestMetrics
 from titan.core.request import FinishReason, Request
-from titan.core.step import Acceptance, Shortage, StepPlan
+from titan.core.step import Acceptance, StepPlan
 from titan.memory.kv_cache import KVCache
 from titan.schedule.admission import max_num_blocks
 from titan.schedule.heap import Heap
 from titan.schedule.policies.registry import create_policy
 from titan.schedule.preemption import SwapRule
+from titan.schedule.rows import RowChooser
 from titan.schedule.service import ServiceLog
 from titan.schedule.stopping import abort_if_unreadable, append_tokens
 
@@ -63,7 +64,7 @@ class Scheduler:
         self.waiting: OrderedDict[Request, None] = OrderedDict()  # preempted ones first; the policy has its own order
         self.running: list[Request] = []  # in order of their start
         self.service = ServiceLog()
-        self._prefill_limit = prefill_limit
+        self.prefill_limit = prefill_limit
         self._expiries: Heap[Request] = Heap()  # of unfinished requests, by time
 
     @property
@@ -153,7 +154,7 @@ class Scheduler:
                 f"num_blocks={num_blocks} is too few for request {largest.request_id}, which may need {num_needed}: at least "
                 f"these are needed until it has finished"
             )
-        num_reserved = self.kv.num_blocks - self.kv.pool.num_free + self._num_missing_blocks(self.running, 0)
+        num_reserved = self.kv.num_blocks - self.kv.pool.num_free + RowChooser(self, 0).num_missing_blocks(self.running)
         if self.options.reservation == "max_tokens" and num_reserved > num_blocks:
             raise ValueError(
                 f"num_blocks={num_blocks} is too few for reservation='max_tokens': at least {num_reserved} are needed until a "
@@ -167,44 +168,29 @@ class Scheduler:
             max_draft_tokens: maximum draft tokens per request that the current drafter proposes.
             lookahead: of the same drafter; slots beyond the drafts are reserved only if blocks are free, and preempt nobody.
         """
-        plan = StepPlan([], [], [], [])
         self.kv.await_copies()
-        self._choose_rows(plan, max_draft_tokens)
+        plan = RowChooser(self, max_draft_tokens).choose()
         wanted = lookahead(plan.requests, plan.draft_budgets)
         for request, budget, num_slots in zip(plan.requests, plan.draft_budgets, wanted, strict=True):
             is_more = num_slots > budget and self.kv.reserve(request, request.num_tokens + num_slots)
             plan.num_slots.append(num_slots if is_more else budget)
         return plan
 
-    def _choose_rows(self, plan: StepPlan, max_draft_tokens: int) -> None:
-        """Add rows to the plan, and reserve blocks for their tokens and drafts.
+    def first(self) -> Request:
+        """Return the waiting request that starts next."""
+        request = self.policy.first(self.clock())
+        if request not in self.waiting:
+            raise RuntimeError(f"the scheduling policy {self.policy.name!r} starts {shown(request)}, which does not wait")
+        return request
 
-        The tokens of a row that is taken back, because its request is preempted, are not given to others in this step.
-        """
-        if self.waiting:
-            self._displace(max_draft_tokens)
-        num_preemptions = self.counters.num_preemptions
-        decodes, prefills = list[Request](), list[Request]()
-        for request in self.running:
-            (decodes if request.num_uncomputed_tokens == 1 else prefills).append(request)
-        budget, num_left = self.options.max_num_batched_tokens, len(self.running)
-        for request in decodes:
-            num_left -= 1  # requests, for each of which the drafts leave a token
-            budget -= self._add_running(plan, request, 1, budget - num_left, max_draft_tokens)
-        prompt_budget = self._prompt_budget(decodes, budget)
-        for request in prefills:
-            if not prompt_budget or not self._ensure_kv(request):
-                continue
-            num_tokens = self._chunk(request, prompt_budget)
-            num_used = self._add_running(plan, request, num_tokens, budget, max_draft_tokens)
-            budget -= num_used
-            prompt_budget = min(prompt_budget - min(num_used, num_tokens), budget)
-        if self.counters.num_preemptions == num_preemptions:
-            plan.shortage = self._join(plan, budget, prompt_budget, max_draft_tokens)
-        else:  # there is no room for the running requests: none joins
-            plan.shortage = "blocks"
+    def start(self, request: Request) -> None:
+        """Start a waiting request, at the end of what is already computed of it, unless a sibling is computing that just now."""
+        if not self.kv.awaits_sibling(request):
+            self._admit(request)
+        self._unqueue(request)
+        self.running.append(request)
 
-    def _ensure_kv(self, request: Request) -> bool:
+    def ensure_kv(self, request: Request) -> bool:
         """Give a running request that awaited a sibling its KV, if that is computed and there is room; return whether it has it."""
         if request.block_ids:
             return True
@@ -215,84 +201,19 @@ class Scheduler:
         self._admit(request)
         return True
 
-    def _prompt_budget(self, decodes: Sequence[Request], budget: int) -> int:
-        """Return how many tokens the requests that do not decode may have together."""
-        most = min(budget, self.options.max_prefill_tokens or budget)
-        if self._prefill_limit is None or not decodes or most <= 1:
-            return most
-        return self._prefill_limit(len(decodes), sum([request.num_computed_tokens for request in self.running]), most)
-
-    def _chunk(self, request: Request, prompt_budget: int) -> int:
-        """Return how many tokens a running request that does not decode may have.
-
-        Where another could join, a chunk that is not the last leaves half of the budget: a long prompt must not stall short ones.
-        """
-        num_tokens = self._first_chunk(request, prompt_budget)
-        may_join = self.waiting and len(self.running) < self.options.max_batch_size
-        return min(num_tokens, -(-prompt_budget // 2)) if may_join and num_tokens < request.num_uncomputed_tokens else num_tokens
-
-    def _first_chunk(self, request: Request, prompt_budget: int) -> int:
-        """Return how many tokens a request that has just started may have."""
-        return min(request.num_uncomputed_tokens, self.options.prefill_chunk_size or prompt_budget, prompt_budget)
-
-    def _add_running(self, plan: StepPlan, request: Request, num_tokens: int, budget: int, max_draft_tokens: int) -> int:
-        """Add the row of a running request to the plan, preempting others as needed; return its tokens, drafts included."""
-        if not num_tokens or request in self.waiting:  # it was preempted in this step
-            return 0
-        num_drafts = self._num_drafts(request, num_tokens, budget, max_draft_tokens)
-        while not self.kv.reserve(request, request.num_computed_tokens + num_tokens + num_drafts):
-            victim = self.policy.victim(self.running, self.clock())
-            self._preempt(victim)
-            plan.remove(victim)
-            if victim is request:
-                return 0
-        return plan.add(request, num_tokens, num_drafts)
-
-    def _join(self, plan: StepPlan, budget: int, prompt_budget: int, max_draft_tokens: int) -> Shortage | None:
-        """Start waiting requests as long as there is room for them; return what the next one lacks."""
-        may_join = self.waiting and len(self.running) < self.options.max_batch_size
-        num_missing = self._num_missing_blocks(self.running, max_draft_tokens) if may_join else 0
-        while self.waiting:
-            if len(self.running) >= self.options.max_batch_size:
-                return "requests"
-            if prompt_budget <= 0:
-                return "tokens"
-            request = self._first()
-            num_lacking = num_missing + self._num_missing_blocks([request], max_draft_tokens) - self.kv.pool.num_free
-            if self.running and num_lacking + self._num_spare_blocks(request, max_draft_tokens) > 0:
-                return "blocks"
-            is_delayed = self.kv.awaits_sibling(request) or (request.is_swapped and bool(plan.requests))
-            self._start(request)
-            if is_delayed:
-                num_missing += self._num_missing_blocks([request], max_draft_tokens)
-                continue  # its KV arrives beside this step's passes, or with later ones
-            self.kv.await_copies()
-            num_tokens = self._first_chunk(request, prompt_budget)
-            num_drafts = self._num_drafts(request, num_tokens, budget, max_draft_tokens)
-            is_reserved = self.kv.reserve(request, request.num_computed_tokens + num_tokens + num_drafts)
-            assert is_reserved, "a request that runs alone fits: larger ones are refused when they are added"
-            budget -= plan.add(request, num_tokens, num_drafts)
-            prompt_budget = min(prompt_budget - num_tokens, budget)
-            num_missing += self._num_missing_blocks([request], max_draft_tokens)
-        return None
-
-    def _displace(self, max_draft_tokens: int) -> None:
-        """Preempt running requests for the first waiting one, if the policy lets it take their place and it then joins."""
-        request = self._first()
-        candidates = self.policy.displaceable(request, self.running, self.clock())
-        if not candidates or self.options.reservation == "max_tokens" or self.kv.awaits_sibling(request):
-            return
-        num_lacking = self._num_missing_blocks([*self.running, request], max_draft_tokens) - self.kv.pool.num_free
-        num_lacking += self._num_spare_blocks(request, max_draft_tokens)
-        is_full, victims = len(self.running) >= self.options.max_batch_size, list[Request]()
-        for candidate in candidates:
-            if num_lacking <= self.kv.num_freed_blocks(victims, request) and (victims or not is_full):
-                break
-            victims.append(candidate)
-            num_lacking -= self._num_missing_blocks([candidate], max_draft_tokens)
-        if num_lacking <= self.kv.num_freed_blocks(victims, request):
-            for victim in victims:
-                self._preempt(victim)
+    def preempt(self, request: Request) -> None:
+        """Take a running request's blocks away and queue it again; its KV goes to the swap space, or is computed again."""
+        if request not in self.running:
+            raise RuntimeError(f"the scheduling policy {self.policy.name!r} preempts {shown(request)}, which does not run")
+        if self.swap_rule.prefers_swap(request) and self._swap_out(request):
+            self.counters.num_swapped_out += 1
+        else:
+            self.kv.free(request)
+        self.running.remove(request)
+        request.metrics.num_preemptions += 1
+        self.counters.num_preemptions += 1
+        self._queue(request)
+        self.waiting.move_to_end(request, last=False)
 
     def update(self, plan: StepPlan, acceptance: Acceptance) -> list[Request]:
         """Advance counters, append tokens, and finish the requests that ended.
@@ -349,43 +270,12 @@ class Scheduler:
             return ended
         for sibling in [each for each in self.running if not each.block_ids and id(each.siblings) in families]:
             try:
-                self._ensure_kv(sibling)
+                self.ensure_kv(sibling)
             except Exception as error:  # noqa: BLE001 - whatever ends one request, the others are told what they got
                 if not is_out_of_memory(error):  # else it computes its prompt itself
                     self.abort(sibling, f"{type(error).__name__}: {error}")
                     ended.append(sibling)
         return ended
-
-    def _num_missing_blocks(self, requests: Sequence[Request], max_draft_tokens: int) -> int:
-        """Return how many free blocks it takes to run these requests: to their next step's end, or with "max_tokens" to theirs."""
-        if self.options.reservation == "max_tokens":
-            return sum([self.kv.num_missing_blocks(each, each.num_prompt_tokens + each.max_tokens) for each in requests])
-        return sum([self.kv.num_missing_blocks(each, each.num_tokens + max_draft_tokens) for each in requests])
-
-    def _num_spare_blocks(self, request: Request, max_draft_tokens: int) -> int:
-        """Return how many blocks must stay free after the next step when a waiting request starts.
-
-        Where it starts again, it is one for each that then runs and may still need it. Otherwise somebody would give way at once,
-        as soon as the others have grown or draft more, and requests would go out and in without getting on.
-        """
-        if not request.metrics.num_preemptions:
-            return 0
-        size = self.kv.block_size
-        requests = (*self.running, request)
-        return sum([max_num_blocks(each, size) * size >= each.num_tokens + max_draft_tokens + size for each in requests])
-
-    def _num_drafts(self, request: Request, num_tokens: int, budget: int, max_draft_tokens: int) -> int:
-        """Return the number of draft tokens of a request's row; there are drafts only after the root."""
-        if num_tokens < request.num_uncomputed_tokens:
-            return 0
-        num_drafts = min(budget - num_tokens, request.most_drafts(max_draft_tokens))
-        return num_drafts if num_drafts > 0 else 0
-
-    def _first(self) -> Request:
-        request = self.policy.first(self.clock())
-        if request not in self.waiting:
-            raise RuntimeError(f"the scheduling policy {self.policy.name!r} starts {shown(request)}, which does not wait")
-        return request
 
     def _queue(self, request: Request) -> None:
         self.waiting[request] = None
@@ -395,20 +285,6 @@ class Scheduler:
         del self.waiting[request]
         self.policy.remove(request)
 
-    def _preempt(self, request: Request) -> None:
-        """Take a running request's blocks away and queue it again; its KV goes to the swap space, or is computed again."""
-        if request not in self.running:
-            raise RuntimeError(f"the scheduling policy {self.policy.name!r} preempts {shown(request)}, which does not run")
-        if self.swap_rule.prefers_swap(request) and self._swap_out(request):
-            self.counters.num_swapped_out += 1
-        else:
-            self.kv.free(request)
-        self.running.remove(request)
-        request.metrics.num_preemptions += 1
-        self.counters.num_preemptions += 1
-        self._queue(request)
-        self.waiting.move_to_end(request, last=False)
-
     def _swap_out(self, request: Request) -> bool:
         """Move a request's KV to the swap space; return whether there was room, and memory for the copy."""
         try:
@@ -417,13 +293,6 @@ class Scheduler:
             if not is_out_of_memory(error):
                 raise
             return False
-
-    def _start(self, request: Request) -> None:
-        """Start a waiting request, at the end of what is already computed of it, unless a sibling is computing that just now."""
-        if not self.kv.awaits_sibling(request):
-            self._admit(request)
-        self._unqueue(request)
-        self.running.append(request)
 
     def _admit(self, request: Request) -> None:
         """Give a request what is already computed of it."""
