@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -46,7 +47,12 @@ def slow_transform(
 
 
 def by_last_token(token_ids: list[int], logits: Tensor) -> Tensor:
-    return logits + 1.5 * (torch.arange(len(logits)) % 2 == token_ids[-1] % 2)
+    return logits + bonus(len(logits), token_ids[-1] % 2)
+
+
+@cache
+def bonus(num_tokens: int, parity: int) -> Tensor:
+    return 1.5 * (torch.arange(num_tokens) % 2 == parity)
 
 
 def slow_probs(logits: Tensor, params: SamplingParams) -> Tensor:
