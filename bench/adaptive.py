@@ -35,6 +35,7 @@ from titan.core.dtypes import RUN_DTYPES
 from titan.core.options import EngineConfig
 from titan.draft.base import Drafter
 from titan.draft.draft_model import DraftModelDrafter
+from titan.draft.registry import open_drafter
 from titan.engine import Engine
 from titan.kernels.backend import choose_backend, choose_device
 
@@ -67,9 +68,6 @@ class AdaptiveBench:
         self._backend = choose_backend(choose_device(args.device))
         self._target, self._tokenizer = load_target(args, self._backend)
         self._drafts: Models = {}
-        if args.hopeless:
-            shuffled = load_shuffled(args.draft_model, args.dtype, args.draft_weight_bits, self._backend, args.seed)
-            self._drafts[args.draft_model, None] = LoadedDraft(shuffled)
         self._engines: dict[str, Engine] = {}
         if not args.first_steps:
             self._engines = {setting: self._make_engine(setting) for setting in self.settings}
@@ -120,7 +118,15 @@ class AdaptiveBench:
         return engine
 
     def _make_drafter(self, engine: Engine) -> Drafter:
-        draft = self.args.draft_model
+        draft, args = self.args.draft_model, self.args
+        if args.hopeless and not self._drafts:
+            model = open_drafter(draft, engine.config.model, engine._draft_context())()
+            if isinstance(model, DraftModelDrafter) and model.vocabulary is not None:
+                raise ValueError(
+                    f"--hopeless needs a draft with the target's tokens, and those of --draft-model {draft} are others"
+                )
+            shuffled = load_shuffled(draft, args.dtype, args.draft_weight_bits, self._backend, args.seed)
+            self._drafts[draft, None] = LoadedDraft(shuffled)
         recipe = DraftRecipe(draft, draft, num_tokens=engine.config.speculation.max_draft_tokens)
         drafter = recipe.make_drafter(engine, self.args.model, self._drafts)
         if not self.args.mixed:

@@ -131,6 +131,7 @@ def truncate(model: Decoder, num_layers: int, backend: Backend) -> Decoder:
     draft.embedding, draft.final_norm, draft.lm_head = model.embedding, model.final_norm, model.lm_head
     draft.layers = nn.ModuleList(list(model.layers)[:num_layers])
     draft.prepare()
+    draft.weight_bits = model.weight_bits
     return draft
 
 
@@ -154,4 +155,5 @@ def _load_rounded(name: str, role: Literal["target", "draft"], bits: int, engine
             if path.endswith("_weight") or path == "lm_head":
                 weight.copy_(rounded(weight, bits))
     model.prepare()
+    model.weight_bits = bits
     return model

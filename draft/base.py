@@ -74,7 +74,8 @@ class ModelDrafter(Drafter, Protocol):
     """A drafter whose proposals take passes of a model, which cost time.
 
     It can tell what it would have proposed, so that requests need not draft to show whether that would pay. One that proposes
-    something else in `propose` than its base class must say so in `review` as well.
+    something else in `propose` than its base class must say so in `review` as well. One that lacks any of these members counts as
+    a drafter without a model, whose proposals cost no passes.
     """
 
     @property

@@ -60,7 +60,7 @@ def _combine_at_once() -> None:
             if lhs.dtype is rhs.dtype and lhs.shape is rhs.shape and lhs.dtype.name in PLAIN_TYPES:
                 return lhs, rhs
             return combine(self, lhs, rhs, *flags, **named)
-        key = type(rhs), rhs, lhs.dtype.name, id(lhs.shape), flags, *named.items()
+        key = type(rhs), repr(rhs), lhs.dtype.name, id(lhs.shape), flags, *named.items()  # 0.0 is equal to -0.0
         if key in kept:
             return lhs, kept[key]
         same, number = combine(self, lhs, rhs, *flags, **named)

@@ -275,10 +275,11 @@ class Engine:
         block_bytes_before = self.kv.bytes_per_block
         with self.backend.active():
             drafter = self._open_drafter(draft)()
-            num_swapped = self._check_room(drafter)
+            num_swapped, num_before = self._check_room(drafter), self.kv.swap_space.pool.num_blocks
             try:
                 self._use_drafter(drafter, num_swapped, self.scheduler.in_flight)
             except BaseException:
+                self._resize_swap_space(num_before)
                 if drafter is self.drafter:  # one that was given again
                     self._return_cache()
                 raise
@@ -286,13 +287,16 @@ class Engine:
                 self._claims.keep((self.drafter, self.config.schedule.scheduling_policy))
             self.scheduler.swap_rule.block_s *= self.kv.bytes_per_block / block_bytes_before
             self._inform_swap_rule()
-            try:
-                self.kv.resize_swap_space(num_swapped, self.scheduler.in_flight)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                message = f"the host has no memory for {num_swapped} blocks of swap space any more, so that there is none: {error}"
-                warnings.warn(message, RuntimeWarning, stacklevel=2)
+            self._resize_swap_space(num_swapped)
+
+    def _resize_swap_space(self, num_blocks: int) -> None:
+        try:
+            self.kv.resize_swap_space(num_blocks, self.scheduler.in_flight)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            message = f"the host has no memory for {num_blocks} blocks of swap space any more, so that there is none: {error}"
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
 
     def _check_room(self, drafter: Drafter) -> int:
         """Check that there is memory for a drafter's KV beside what is in use; return the blocks that the swap space then has."""
@@ -430,7 +434,7 @@ class Engine:
         return open_drafter(draft, self.config.model, self._draft_context())
 
     def _use_drafter(self, drafter: Drafter, num_swapped: int, requests: Sequence[Request]) -> None:
-        """Propose with a drafter from now on; whatever raises, the current one stays.
+        """Propose with a drafter from now on; whatever raises, the current one stays, but the swap space may be empty then.
 
         Args:
             drafter: the new one.
@@ -445,9 +449,14 @@ class Engine:
         drafting = Drafting(drafter, self.backend, self.model_config.vocab_size)
         max_draft_tokens = min(drafter.max_draft_tokens, self.config.speculation.max_draft_tokens)
         adaptive = self._make_adaptive(drafting, max_draft_tokens)
+        before = self.kv.tensors.get("draft")
         self.kv.forget_draft(requests)
-        self._replace_cache(kv, num_swapped, requests)
-        self.drafting = drafting
+        try:
+            self._replace_cache(kv, num_swapped, requests)
+            self.drafting = drafting
+        except BaseException:
+            self._replace_cache(before, 0, requests)
+            raise
         self._max_draft_tokens, self.adaptive = max_draft_tokens, adaptive
 
     def _replace_cache(self, kv: KVTensor | None, num_swapped: int, requests: Sequence[Request]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from auditor import Auditor
 from proposals import SHAPES
-from stepping import AMPLE, SCARCE, check_blocks, greedy, make_engine, submit
+from stepping import AMPLE, SCARCE, check_blocks, drain, greedy, make_engine, submit
 from zoo import Zoo, random_prompts
 
 from titan.core.draft_history import DraftHistory
@@ -120,11 +120,13 @@ def test_a_steady_request_lacks_one_or_two_tokens_and_a_paused_one_catches_up_at
 
 
 def test_a_draft_that_was_swapped_in_before_an_interrupt_has_seen_nothing(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **AMPLE)
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **AMPLE, swap_space=2**20)
     requests, attach = submit(engine, PROMPTS, [greedy(9)] * len(PROMPTS)), engine.kv.attach
+    cache, num_swapped = engine.kv.tensors["draft"], engine.kv.swap_space.pool.num_blocks
 
     def interrupt(role: Role, tensor: KVTensor) -> None:
         attach(role, tensor)
+        monkeypatch.undo()
         raise KeyboardInterrupt
 
     engine.step()
@@ -133,6 +135,9 @@ def test_a_draft_that_was_swapped_in_before_an_interrupt_has_seen_nothing(zoo: Z
     with pytest.raises(KeyboardInterrupt):
         engine.swap_draft(zoo.path("other"))
     assert not any(request.num_drafted_context for request in requests)
+    assert engine.kv.tensors["draft"] is cache and engine.kv.swap_space.pool.num_blocks == num_swapped > 0
+    drain(engine)
+    assert [each.output_token_ids for each in requests] == [zoo.greedy("llama", prompt, 9) for prompt in PROMPTS]
 
 
 def test_a_long_context_is_caught_up_within_the_token_budget_before_anything_is_drafted(zoo: Zoo) -> None:

@@ -179,7 +179,8 @@ class ScheduleOptions:
         prefill_chunk_size: maximum prompt tokens of one request in one step; ``None`` = as many as the step takes.
         max_prefill_tokens: maximum prompt tokens of all requests in one step; ``None`` = as many as the step takes.
         max_inter_token_s: seconds between tokens that prompts should keep to: a step in which requests decode takes only as many
-            prompt tokens as its time allows by what steps have taken, and 16 in any case. ``None`` = no such target.
+            prompt tokens as its time allows by what steps have taken, and 16 in any case. ``None`` = no such target; nor is there
+            one if passes cannot be measured, of which there is a warning.
         scheduling_policy: who starts next: "fcfs", who came first; "priority", by class and deadline
             (`titan.schedule.policies.priority`); "fair", users share alike (`titan.schedule.policies.fair`); or a
             `titan.core.policy.SchedulingPolicy`, which belongs to one engine.
