@@ -115,8 +115,6 @@ class Policy(Protocol):
 
     fleet: AcceptanceCounts
 
-    def dozes(self) -> bool: ...
-
     def repeats(self) -> bool: ...
 
     def rest(self, num_requests: int, num_rows: int, num_new: int) -> bool: ...
@@ -133,9 +131,6 @@ class Fixed:
 
     def __init__(self, *num_nodes: int) -> None:
         self.num_nodes, self.fleet = num_nodes, AcceptanceCounts()
-
-    def dozes(self) -> bool:
-        return False
 
     def repeats(self) -> bool:
         return False
@@ -209,22 +204,21 @@ class Fleet:
         num_ending = sum(text.num_prefill for text in texts)
         num_rows = n + self.chunk + num_ending
         is_alike = self.before == texts and num_rows == n
-        is_dozing = is_alike and policy.dozes()
         repeats = is_alike and self._allows_decision() and policy.repeats()
         self.before = texts[:] if num_rows == n else []
-        if is_dozing or (not repeats and policy.rest(n, num_rows - num_ending, sum(text.num_prefill > 0 for text in texts))):
+        optimum = getattr(policy, "optimum", None)
+        if not repeats:
+            rests = policy.rest(n, num_rows - num_ending, sum(text.num_prefill > 0 for text in texts))
+            load = Load(() if rests else [self._candidate(text) for text in texts], num_rows, context, num_ending)
+            self.decision = None if rests else policy.choose(load)
+        if self.decision is None:
             target_seconds = self._noisy(machine.target(num_rows, context))
             seconds = self._noisy(machine.host(n, 0)) + target_seconds
             for text in texts:
                 text.advance(1, False, self.rng)
-            if not is_dozing:
-                self.decision = None
-                policy.observe_rest(Load((), num_rows, context, num_ending), n, Outcome(0, 0, 0, 0, seconds, 0.0, target_seconds))
+            if not repeats:
+                policy.observe_rest(load, n, Outcome(0, 0, 0, 0, seconds, 0.0, target_seconds))
             return n, seconds, 0
-        optimum = getattr(policy, "optimum", None)
-        if not repeats:
-            self.decision = policy.choose(Load([self._candidate(text) for text in texts], num_rows, context, num_ending))
-        assert self.decision is not None
         decision = self.decision
         deciding = machine.deciding[optimum is not getattr(policy, "optimum", None)] if optimum else 0.0
         most, worths = decision.most_nodes, decision.worths
@@ -260,8 +254,8 @@ class Fleet:
         return emitted, seconds + deciding, total
 
     def _allows_decision(self) -> bool:
-        if self.decision is None or not self.decision.drafts:
-            return False
+        if self.decision is None:
+            return True
         return all(self._most(text) >= most for text, most in zip(self.texts, self.decision.most_nodes, strict=True))
 
     def _most(self, text: Text) -> int:

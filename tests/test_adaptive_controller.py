@@ -287,7 +287,7 @@ def test_what_rests_cost_is_followed_and_drafts_of_before_count_less() -> None:
     for step in range(300):
         if step == 100:
             before, drafts_before, num_rests = controller.costs.plain_seconds(load), load.candidates[0].counts.num_drafts, 0
-        if controller.dozes():
+        if controller.repeats():
             num_rests += 1
         elif controller.rest(8, 8):
             num_rests += 1
@@ -308,9 +308,9 @@ def test_steps_like_a_rest_pass_until_something_changes_or_a_probe_is_due() -> N
     found, num_rested = Counter[str](), 0
     for step in range(400):
         is_changed, was_due = step % 50 == 49, controller.is_probe_due  # then there is a prompt, too
-        if not is_changed and controller.dozes():
+        if not is_changed and controller.repeats():
             assert not was_due
-            found["dozes"] += 1
+            found["repeats"] += 1
             num_rested += 1
         elif controller.rest(8, 40 if is_changed else 8):
             num_rested += 1
@@ -325,7 +325,7 @@ def test_steps_like_a_rest_pass_until_something_changes_or_a_probe_is_due() -> N
             spent = usual._replace(num_nodes=sum(decision.num_nodes), seconds=2 * usual.seconds) if decision.drafts else usual
             controller.observe(spent)
             found["probes" if decision.is_probe else "decides"] += 1
-    assert found["dozes"] > 3 * found["rests"] > 0 < found["probes"] < 40 and found["decides"]
+    assert found["repeats"] > 3 * found["rests"] > 0 < found["probes"] < 40 and found["decides"]
 
 
 def four_requests(num_missing: int = 2) -> tuple[Load, Outcome, Outcome]:
@@ -493,12 +493,14 @@ def test_drafting_ends_where_it_brings_less_than_was_planned(share: float) -> No
     rng, load = np.random.default_rng(0), Load([Candidate(counts(0.7, 20.0), 6, 2, 256, False) for _ in range(4)], 4, 400)
     for _ in range(200):
         plain = Outcome(0, 0, 0, 0, BIG.host(4, 0) + BIG.target(4, 400), 0.0, BIG.target(4, 400))
-        if controller.dozes():
-            continue
-        if controller.rest(4, 4):
+        if controller.repeats():
+            if not controller.optimum.drafts:
+                continue
+        elif controller.rest(4, 4):
             controller.observe_rest(Load((), 4, 400), 4, plain)
             continue
-        decision = controller.choose(load)
+        else:
+            decision = controller.choose(load)
         if not decision.drafts:
             controller.observe(plain)
             continue

@@ -27,7 +27,7 @@ from operator import is_
 from typing import NamedTuple
 
 from titan.adaptive.costs import Costs
-from titan.adaptive.load import Load, Outcome
+from titan.adaptive.load import Candidate, Load, Outcome
 from titan.adaptive.optimum import MARGIN, Optimum, Prices, best
 from titan.adaptive.probes import Probes
 from titan.adaptive.standing import Standing
@@ -104,10 +104,9 @@ class Controller:
         self._standing = Standing()
         self._has_compared = False  # in the last decision
         self._num_rested = 0  # steps since anything was decided
-        self._num_dozing = 0  # next steps that are taken for like the last rest
-        self._rest_seconds = 0.0  # that each of them is taken to last
+        self._num_repeats = 0  # next steps for which the last decision, or rest, may be taken unlooked at
+        self._rest_seconds = 0.0  # that each of them is taken to last after a rest
         self._num_since_plain = 0  # steps since one was plain; below 0: plain ones still to come
-        self._may_repeat = False  # whether the last step drafted as decided, and the next one may do so, too
         self._estimates = estimate(self.fleet, self.past, (AcceptanceCounts(),))
         self._hoped: list[int] = []
         self._compared: Sequence[AcceptanceCounts] = ()  # of the candidates of the last comparison
@@ -121,22 +120,19 @@ class Controller:
         """Whether there may be a probe in the next step."""
         return self._probes.is_due
 
-    def dozes(self) -> bool:
-        """Begin a step of the requests of the last rest, one token each; return whether it is taken for like that. Else `rest`."""
-        if not self._num_dozing:
-            return False
-        self._num_dozing, self._num_rested = self._num_dozing - 1, self._num_rested + 1
-        self._standing.num_left -= 1
-        self._probes.note_doze(self._rest_seconds)
-        return True
-
     def repeats(self) -> bool:
-        """Begin a step of the requests of the last one, one token each; return whether they draft as in that. Else `rest`."""
-        may_repeat, self._may_repeat = self._may_repeat, False
-        if not may_repeat or self._standing.num_left <= 0:
+        """Begin a step of the requests of the last one, one token each; return whether they do as in that. Else `rest`.
+
+        Steps that draft are observed; those like a rest are taken to have been as long as that.
+        """
+        if self._num_repeats <= 0:
             return False
-        self._standing.num_left, self._num_since_plain = self._standing.num_left - 1, self._num_since_plain + 1
-        self._has_compared = False
+        self._num_repeats, self._standing.num_left, self._has_compared = self._num_repeats - 1, self._standing.num_left - 1, False
+        if self.optimum.drafts:
+            self._num_since_plain += 1
+        else:
+            self._num_rested += 1
+            self._probes.note_doze(self._rest_seconds)
         return True
 
     def rest(self, num_requests: int, num_rows: int, num_new: int = 0) -> bool:
@@ -147,7 +143,7 @@ class Controller:
             num_rows: of the target's pass, without those of prompts that end with them, but for one each.
             num_new: requests among them that emit their first one.
         """
-        self._num_dozing = 0
+        self._num_repeats = 0
         stands = self._standing.begin(num_requests, num_rows, num_new)
         if stands and not self.optimum.drafts and not self._probes.is_due:
             self._standing.num_left, self._num_rested = self._standing.num_left - 1, self._num_rested + 1
@@ -163,7 +159,7 @@ class Controller:
         self._probes.observe(outcome.seconds, plain_seconds, None, num_requests)
         if load.num_rows == num_requests and not self._probes.num_cold:
             most = max(0, min(REST_STEPS - 1, self._standing.num_left))
-            self._num_dozing, self._rest_seconds = self._probes.num_steps_until_due(plain_seconds, most), plain_seconds
+            self._num_repeats, self._rest_seconds = self._probes.num_steps_until_due(plain_seconds, most), plain_seconds
 
     def choose(self, load: Load, *, has_room: bool = True) -> Decision:
         """Decide what the candidates of a step draft.
@@ -172,14 +168,11 @@ class Controller:
             load: of the step.
             has_room: whether room is reserved for drafts; without it, nothing is drafted in this step.
         """
-        self._load, self._may_repeat = load, False
+        self._load, self._num_repeats = load, 0
         if not _are_same(self._compared, [each.counts for each in load.candidates]):
             self._standing.num_left = 0
         if self._num_rested:
-            for each in load.candidates:
-                each.counts.fade(IDLE_FADE**self._num_rested)
-            self.fleet.fade(IDLE_FADE**self._num_rested, LEAST_DRAFTS)
-            self.drafting_yield.fade(self._num_rested)
+            self._idle(load.candidates, self._num_rested)
             self._num_rested = 0
         self._decision = self._decide(load, has_room)
         return self._decision
@@ -286,7 +279,7 @@ class Controller:
         if self._has_compared:
             self._standing.note_comparison(outcome.deciding_seconds)
         self._unlearned.append((self._load, decision, outcome))
-        self._may_repeat = decision.is_steady and outcome.num_nodes > 0
+        self._num_repeats = int(decision.is_steady and outcome.num_nodes > 0 and self._standing.num_left > 0)
         if decision.probed or not decision.drafts:
             self._learn()
         if decision.is_probe:
@@ -343,6 +336,9 @@ class Controller:
 
     def _age_counts(self, load: Load, decision: Decision, outcomes: Sequence[Outcome]) -> None:
         """Let older drafts count less."""
+        if not decision.drafts and not decision.reviewed:
+            self._idle(load.candidates, len(outcomes))
+            return
         fade, reviewed = IDLE_FADE ** len(outcomes), decision.reviewed
         for i, (count, candidate) in enumerate(zip(decision.num_nodes, load.candidates, strict=True)):
             if not count and i not in reviewed:
@@ -361,9 +357,14 @@ class Controller:
             self.past.fade(remaining)
             for each in (self.fleet, *(each.counts for i, each in enumerate(load.candidates) if i not in decision.probed)):
                 each.fade(remaining)
-        elif not decision.drafts:
-            self.fleet.fade(IDLE_FADE, LEAST_DRAFTS)
-            self.drafting_yield.fade()
+
+    def _idle(self, candidates: Sequence[Candidate], num_steps: int) -> None:
+        """Let drafts count less after steps without any."""
+        fade = IDLE_FADE**num_steps
+        for each in candidates:
+            each.counts.fade(fade)
+        self.fleet.fade(fade, LEAST_DRAFTS)
+        self.drafting_yield.fade(num_steps)
 
     def _showing(self, counts: AcceptanceCounts) -> tuple[float, float]:
         return counts.num_drafts, own_acceptance(counts, self.fleet.agreement)

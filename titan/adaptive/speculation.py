@@ -24,7 +24,8 @@ TEMPERATURE_RATE = 1 / 32
 RESERVED_NODES = 8
 """Nodes for which room is reserved, as a multiple of those expected: where the draft is sure of itself, trees grow larger."""
 
-NOTHING = Decision([], (), ())
+RESTING = Decision([], (), ())
+"""What becomes of steps in which the controller rests."""
 
 
 @dataclass(slots=True)
@@ -38,13 +39,12 @@ class AdaptiveSpeculation:
     num_reserved: int = 0  # draft tokens of each request for which the next step should reserve room
     _log_temperature: float | None = None  # mean over the greedy requests of what their draft's probabilities are compared at
     _rows: list[int] = field(default_factory=list)  # of the plan, those that emit tokens
-    _rests: bool = False  # whether the controller rested when it was last asked
     _last_requests: Sequence[Request] = ()  # those of the last step, if each had one token
-    _dozes: bool = False  # whether nothing is learned of this step
+    _repeats: bool = False  # whether the step does as the last one did
     _load: Load = field(default_factory=lambda: Load((), 0, 0))
-    _decision: Decision = NOTHING
+    _decision: Decision = RESTING
     _last_shown: tuple[Decision, Optimum] = (
-        NOTHING,
+        RESTING,
         Optimum([], 0.0, 0.0),
     )  # of the last step in which some might have drafted
 
@@ -52,25 +52,21 @@ class AdaptiveSpeculation:
         """Set budgets, worths and reviews of a plan's rows."""
         num_rows = sum(plan.num_tokens)
         is_alike = num_rows == len(plan.requests) and plan.requests == self._last_requests
-        self._dozes = is_alike and self.controller.dozes()
-        if self._dozes:
-            plan.drafts_prompts, plan.draft_budgets = False, [0] * num_rows
-            return
-        if is_alike and self._allow_decision(plan.requests) and self.controller.repeats():
-            self._apply(plan)
-            return
+        self._repeats = is_alike and self._allow_decision(plan.requests) and self.controller.repeats()
+        if not self._repeats:
+            self._decide_anew(plan, num_rows)
+        self._apply(plan)
+
+    def _decide_anew(self, plan: StepPlan, num_rows: int) -> None:
         self._rows, num_context = plan.emitting_rows(), sum([request.num_computed_tokens for request in plan.requests])
         rows = self._rows
         num_new = [plan.requests[i].metrics.first_token_time for i in rows].count(None)
         is_first_try = len(plan.requests) == 1 and not self.controller.has_tried  # a long prompt is too much for a probe
         plan.drafts_prompts = self.controller.optimum.drafts or is_first_try
         num_ending = sum([plan.num_tokens[i] for i in rows]) - len(rows)
-        self._rests = self.controller.rest(len(rows), num_rows - num_ending, num_new)
         self._last_requests = plan.requests if num_rows == len(rows) else []
-        if self._rests:
-            self._load, self._decision = Load((), num_rows, num_context, num_ending), NOTHING
-            for i in rows:
-                plan.draft_budgets[i] = 0
+        if self.controller.rest(len(rows), num_rows - num_ending, num_new):
+            self._load, self._decision = Load((), num_rows, num_context, num_ending), RESTING
             return
         self._load = Load([self._candidate(plan.requests[i]) for i in rows], num_rows, num_context, num_ending)
         self._decision = decision = self.controller.choose(self._load, has_room=self.num_reserved > 0)
@@ -78,11 +74,12 @@ class AdaptiveSpeculation:
         self.num_reserved = min(self.max_nodes, RESERVED_NODES * max(optimum.num_nodes, default=0))
         if any(each.max_nodes for each in self._load.candidates):
             self._last_shown = decision, optimum
-        self._apply(plan)
         plan.reviews = [rows[i] for i in decision.reviewed]
 
     def _allow_decision(self, requests: Sequence[Request]) -> bool:
         """Whether requests that were decided on may draft as much again, and their trees end where they did."""
+        if self._decision is RESTING:
+            return True
         rows = zip(requests, self._decision.most_nodes, self._decision.worths, strict=True)
         return self._decision.is_steady and all(
             self._most_nodes(request) >= most and self.drafting.stops_early(request) == (worth is not None)
@@ -92,6 +89,9 @@ class AdaptiveSpeculation:
 
     def _apply(self, plan: StepPlan) -> None:
         """Set the budgets and worths of a plan as decided."""
+        if self._decision is RESTING:
+            plan.drafts_prompts, plan.draft_budgets = False, [0] * len(plan.requests)
+            return
         for i, most, worth in zip(self._rows, self._decision.most_nodes, self._decision.worths, strict=True):
             plan.draft_budgets[i] = min(plan.draft_budgets[i], most)
             if worth is not None:
@@ -136,7 +136,7 @@ class AdaptiveSpeculation:
         if self.is_latency:
             for i in self._rows:
                 plan.requests[i].draft_history.tokens_per_step.note(1 + len(acceptance.paths[i]))
-        if self._dozes:
+        if self._repeats and self._decision is RESTING:
             return
         num_nodes = acceptance.trees.num_nodes
         if num_nodes:
@@ -158,7 +158,7 @@ class AdaptiveSpeculation:
             report.num_rows,
             report.seconds,
         )
-        if self._rests:
+        if self._decision is RESTING:
             self.controller.observe_rest(self._load, len(self._rows), outcome)
         else:
             self.controller.observe(outcome)
