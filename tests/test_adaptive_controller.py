@@ -486,8 +486,9 @@ def test_steps_until_a_probe_is_due() -> None:
     assert probes.is_due and probes.num_steps_until_due(1.0, 7) == 0
 
 
+@pytest.mark.parametrize("tells_passes", [True, False], ids=["passes are known", "passes are not known"])
 @pytest.mark.parametrize("share", [1.0, 0.5], ids=["as planned", "half of that"])
-def test_drafting_ends_where_it_brings_less_than_was_planned(share: float) -> None:
+def test_drafting_ends_where_it_brings_less_than_was_planned(share: float, tells_passes: bool) -> None:
     """What is known of acceptance stays as it is: the fault lies elsewhere."""
     controller, num_drafting = Controller(Costs(BIG.curve(BIG.target), BIG.curve(BIG.draft))), 0
     rng, load = np.random.default_rng(0), Load([Candidate(counts(0.7, 20.0), 6, 2, 256, False) for _ in range(4)], 4, 400)
@@ -510,7 +511,8 @@ def test_drafting_ends_where_it_brings_less_than_was_planned(share: float) -> No
         passes, rows = max(nodes), sum(nodes)
         draft, target = passes * BIG.draft(rows / passes, 400), BIG.target(4 + rows, 400)
         seconds = BIG.host(4, sum(map(bool, nodes))) + draft + target
-        controller.observe(Outcome(sum(nodes), int(rng.poisson(share * expected)), passes, rows, seconds, draft, target))
+        told = (passes, rows) if tells_passes else (0, 0)
+        controller.observe(Outcome(sum(nodes), int(rng.poisson(share * expected)), *told, seconds, draft, target))
     assert num_drafting > 150 if share == 1.0 else 0 < num_drafting < 60
 
 
