@@ -6,10 +6,14 @@ import pytest
 from titan.adaptive.costs import FIRST_DRAFT, Costs
 from titan.adaptive.host_time import COLD_STEPS, FIRST_MORE, FIRST_STEPS, HostTime
 from titan.adaptive.load import Candidate, Load, Outcome
-from titan.adaptive.pace import Pace, StepLoad
+from titan.adaptive.pace import Pace
 from titan.adaptive.pass_cost import FOLLOWED, PassCost
 from titan.adaptive.value import Yield
 from titan.core.draft_history import AcceptanceCounts
+from titan.core.outputs import RequestMetrics
+from titan.core.request import Request
+from titan.core.sampling_params import SamplingParams
+from titan.core.step import StepPlan
 
 SIZES, SECONDS = (1, 2, 4, 8, 16), (1.0, 1.1, 1.4, 2.0, 3.2)
 
@@ -193,9 +197,16 @@ def test_the_prompt_tokens_of_a_step_are_those_that_its_time_allows(num_decodes:
 
 
 def test_drafts_and_the_rest_of_a_step_leave_less_for_prompts() -> None:
+    """Its context is what the plan had before it was committed."""
     pace = Pace(PassCost((1, 101), (0.99, 1.99), 1e-3), 1.5)
+    requests = [Request("r", None, [5], SamplingParams(), 0, 9, frozenset(), RequestMetrics(0.0), None) for _ in range(4)]
     before = pace.prefill_limit(4, 0, 500)
     for _ in range(200):
-        pace.note(StepLoad(4, 4, 0), 8, 0.98 + 0.12 + 0.1, 0.98 + 0.12)  # 12 rows, and a tenth of a second
+        plan = StepPlan(requests, [1] * 4, [2] * 4, [2] * 4)
+        for num_computed_tokens in (25, 28):
+            for each in requests:
+                each.num_computed_tokens = num_computed_tokens
+            assert plan.num_context_tokens == 100
+        pace.note(plan, 4, 8, 0.98 + 0.12 + 0.1 + 0.1, 0.98 + 0.12 + 0.1)  # 12 rows, 100 tokens, and a tenth of a second
     after = pace.prefill_limit(4, 0, 500)
     assert (before, after) == (48, 30)

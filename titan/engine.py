@@ -12,7 +12,7 @@ import torch
 from tqdm import tqdm
 
 from titan.adaptive.controller import Controller
-from titan.adaptive.pace import Pace, StepLoad
+from titan.adaptive.pace import Pace
 from titan.adaptive.profiler import Profiler
 from titan.adaptive.speculation import AdaptiveSpeculation
 from titan.claims import Claims
@@ -247,15 +247,15 @@ class Engine:
             for i, review in zip(plan.reviews, report.reviews, strict=False):
                 note_review(plan.requests[i], review, adaptive.controller.fleet)
         self.kv.commit(plan, acceptance)
-        load = None if self._pace is None else StepLoad.of(plan)
         changed = self.scheduler.update(plan, acceptance)
         times.commit += watch.lap()
         if is_part:
             return changed
         if adaptive is not None:
             adaptive.observe(plan, acceptance, growth, report, times)
-        if self._pace is not None and load is not None and not plan.reviews:  # what such a step takes says little of others
-            self._pace.note(load, acceptance.trees.num_nodes, times.recurring, times.target)
+        if self._pace is not None and not plan.reviews:  # what such a step takes says little of others
+            num_emitting = sum(map(bool, acceptance.token_ids))
+            self._pace.note(plan, num_emitting, acceptance.trees.num_nodes, times.recurring, times.target)
         return changed
 
     def swap_draft(self, draft: DraftSpec) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import NamedTuple
 
 from titan.adaptive.host_time import HostTime
 from titan.adaptive.pass_cost import PassCost
@@ -14,20 +13,6 @@ MIN_PROMPT_TOKENS = 16
 
 DRAFT_RATE = 1 / 8
 """Weight of a step in the mean number of draft tokens."""
-
-
-class StepLoad(NamedTuple):
-    """What a step runs."""
-
-    num_emitting: int  # requests that emit tokens
-    num_tokens: int  # of all requests, without drafts
-    num_context_tokens: int  # before them
-
-    @classmethod
-    def of(cls, plan: StepPlan) -> StepLoad:
-        """Return the load of a plan."""
-        num_context_tokens = sum([request.num_computed_tokens for request in plan.requests])
-        return cls(len(plan.emitting_rows()), sum(plan.num_tokens), num_context_tokens)
 
 
 class Pace:
@@ -60,16 +45,17 @@ class Pace:
         )
         return min(max(fitting, MIN_PROMPT_TOKENS), most)
 
-    def note(self, load: StepLoad, num_drafts: int, step_s: float, pass_s: float) -> None:
+    def note(self, plan: StepPlan, num_emitting: int, num_drafts: int, step_s: float, pass_s: float) -> None:
         """Learn from a step.
 
         Args:
-            load: of the step.
+            plan: of the step.
+            num_emitting: requests that emitted tokens.
             num_drafts: draft tokens of all its requests.
             step_s: seconds of all of it.
             pass_s: seconds of the target's pass.
         """
-        self._cost.note(load.num_tokens + num_drafts, load.num_context_tokens, pass_s, num_drafts > 0)
-        if load.num_emitting:
-            self._num_drafts += DRAFT_RATE * (num_drafts / load.num_emitting - self._num_drafts)
-            self._rest.note(load.num_emitting, load.num_emitting * (num_drafts > 0), step_s - pass_s)
+        self._cost.note(sum(plan.num_tokens) + num_drafts, plan.num_context_tokens, pass_s, num_drafts > 0)
+        if num_emitting:
+            self._num_drafts += DRAFT_RATE * (num_drafts / num_emitting - self._num_drafts)
+            self._rest.note(num_emitting, num_emitting * (num_drafts > 0), step_s - pass_s)

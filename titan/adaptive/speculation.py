@@ -58,8 +58,8 @@ class AdaptiveSpeculation:
         self._apply(plan)
 
     def _decide_anew(self, plan: StepPlan, num_rows: int) -> None:
-        self._rows, num_context = plan.emitting_rows(), sum([request.num_computed_tokens for request in plan.requests])
-        rows = self._rows
+        rows, num_context = plan.emitting_rows(), plan.num_context_tokens
+        self._rows = rows
         num_new = [plan.requests[i].metrics.first_token_time for i in rows].count(None)
         is_first_try = len(plan.requests) == 1 and not self.controller.has_tried  # a long prompt is too much for a probe
         plan.drafts_prompts = self.controller.optimum.drafts or is_first_try

@@ -36,6 +36,7 @@ class StepPlan:
     drafts_prompts: bool = True  # whether a draft model should be fed prompts while the target is
     shortage: Shortage | None = None  # for which waiting requests did not start, or running ones gave way
     _block_table: Ints | None = field(default=None, init=False, repr=False, compare=False)
+    _num_context_tokens: int | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def block_table(self) -> Ints:
@@ -43,6 +44,13 @@ class StepPlan:
         if self._block_table is None:
             self._block_table = pad_block_tables([request.block_ids for request in self.requests])
         return self._block_table
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens before those of the step, of all requests; first read before the step is committed, it stays what it was then."""
+        if self._num_context_tokens is None:
+            self._num_context_tokens = sum([request.num_computed_tokens for request in self.requests])
+        return self._num_context_tokens
 
     def add(self, request: Request, num_tokens: int, draft_budget: int) -> int:
         """Add a row and return its number of tokens, drafts included."""

@@ -222,12 +222,12 @@ class Scheduler:
             The requests whose output changed.
         """
         changed, proposed, accepted = [], list[int](), list[int]()  # requests, depths of draft tokens
-        num_sequences = num_tokens = num_context_tokens = 0
+        num_sequences = num_tokens = 0
+        self.counters.num_context_tokens += plan.num_context_tokens
         now = self.clock()
         depths, first_nodes = acceptance.trees.nodes.depths.tolist(), acceptance.trees.start_loc.tolist()
         rows = zip(plan.requests, acceptance.token_ids, acceptance.paths, acceptance.errors, strict=True)
         for i, (request, token_ids, path, error) in enumerate(rows):
-            num_context_tokens += request.num_computed_tokens
             if token_ids or error is not None:
                 changed.append(request)
             if request.prompt_logprobs is not None:
@@ -259,7 +259,6 @@ class Scheduler:
                 self._finish(request)
         self.counters.num_steps += 1
         self.counters.num_rows += sum(plan.num_tokens) + acceptance.trees.num_nodes
-        self.counters.num_context_tokens += num_context_tokens
         _count(self.counters, num_sequences, num_tokens, proposed, accepted)
         return changed
 
