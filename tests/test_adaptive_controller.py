@@ -576,7 +576,7 @@ def test_drafters_that_cannot_review_draft_a_node_now_and_then() -> None:
 
 
 def test_a_review_waits_until_there_is_enough_to_see() -> None:
-    """Meanwhile steps may be dozed through, and nothing is chosen."""
+    """Meanwhile rests may be repeated, and nothing is chosen."""
     probes, costs = Probes(), controller_of(DEMO).costs
 
     def load(*num_reviewable: int) -> Load:
@@ -586,7 +586,7 @@ def test_a_review_waits_until_there_is_enough_to_see() -> None:
     assert not probes.is_due and probes.num_steps_until_due(1e-3, 20) == 4 and probes.num_steps_until_due(1e-3, 3) == 3
     for _ in range(4):
         assert not probes.is_due
-        probes.note_doze(1e-3)
+        probes.add_time(1e-3)
     assert probes.is_due and probes.choose(load(5, LEAST_REVIEWED), costs, [0, 0], [0.5, 0.5], [1, 1]) == [1]
     assert probes.choose(load(16, 16), costs, [1, 0], [0.5, 0.5], [1, 0]) == [1]
     assert probes.choose(load(16, 16), costs, [1, 1], [0.5, 0.5], [1, 1]) == () and probes.price == np.inf

@@ -109,7 +109,7 @@ def test_first_steps_of_their_kind_teach_little(num_steps: int, most: float) -> 
     """A step with drafts takes 1.25 times as long as the curves say, as cold ones do: it is believed once it goes on."""
     costs = Costs(cost(), cost())
     for _ in range(20):
-        costs.note_rest(load(4), 4, Outcome(0, 0, 0, 0, 1.9, 0.0, 1.4))
+        costs.note_plain(load(4), 4, Outcome(0, 0, 0, 0, 1.9, 0.0, 1.4))
     for _ in range(num_steps):
         costs.note_drafting(load(4), [Outcome(4, 2, 1, 4, 1.25 * 3.9, 1.25 * 1.4, 1.25 * 2.0)], [1] * 4)
     assert costs.draft is not None
@@ -121,7 +121,7 @@ def test_cold_steps_teach_little_among_others() -> None:
     """Of five steps that are learned from together, four are the first of their kind."""
     costs = Costs(cost(), cost())
     for _ in range(20):
-        costs.note_rest(load(4), 4, Outcome(0, 0, 0, 0, 1.9, 0.0, 1.4))
+        costs.note_plain(load(4), 4, Outcome(0, 0, 0, 0, 1.9, 0.0, 1.4))
     costs.note_drafting(load(4), [Outcome(4, 2, 1, 4, 1.25 * 3.9, 1.25 * 1.4, 1.25 * 2.0)] * (COLD_STEPS + 1), [1] * 4)
     assert costs.draft is not None and costs.draft.predict(4, 0) < 1.02 * 1.4
     assert costs.target.predict(8, 0, True) < 1.02 * 2.0
@@ -146,7 +146,7 @@ def test_host_time_of_the_first_step_that_drafts_is_that_of_a_cold_one() -> None
     """For long, there may be no other: reviews say nothing of it."""
     costs = Costs(cost(), cost())
     for _ in range(20):
-        costs.note_rest(load(4), 4, Outcome(0, 0, 0, 0, 1.9, 0.0, 1.4))
+        costs.note_plain(load(4), 4, Outcome(0, 0, 0, 0, 1.9, 0.0, 1.4))
     costs.note_drafting(load(4), [Outcome(4, 2, 1, 4, 1.4 + 2.0 + 1.1, 1.4, 2.0)], [1] * 4)
     assert costs.host.predict(4) == pytest.approx(0.5)
     assert costs.host.predict(4, 4) == pytest.approx(0.5 + 0.6 / FIRST_DRAFT)

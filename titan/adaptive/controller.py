@@ -132,7 +132,7 @@ class Controller:
             self._num_since_plain += 1
         else:
             self._num_rested += 1
-            self._probes.note_doze(self._rest_seconds)
+            self._probes.add_time(self._rest_seconds)
         return True
 
     def rest(self, num_requests: int, num_rows: int, num_new: int = 0) -> bool:
@@ -154,7 +154,7 @@ class Controller:
 
     def observe_rest(self, load: Load, num_requests: int, outcome: Outcome) -> None:
         """Learn from a step in which the controller rested; the load has no candidates."""
-        self.costs.note_rest(load, num_requests, outcome)
+        self.costs.note_plain(load, num_requests, outcome)
         plain_seconds = self.costs.plain_seconds(load, num_requests)
         self._probes.observe(outcome.seconds, plain_seconds, None, num_requests)
         if load.num_rows == num_requests and not self._probes.num_cold:
@@ -307,7 +307,7 @@ class Controller:
             self.costs.note_drafting(load, outcomes, decision.num_nodes)
             self._note_yield(load, decision, outcomes)
         else:
-            self.costs.note_rest(load, n, outcomes[0])
+            self.costs.note_plain(load, n, outcomes[0])
         if not n:
             return
         self._age_counts(load, decision, outcomes)

@@ -51,7 +51,7 @@ class Costs:
         per_row = min(max((second - first) / n, 0.0), first / n)
         return first - n * per_row, per_row
 
-    def note_rest(self, load: Load, num_requests: int, outcome: Outcome) -> None:
+    def note_plain(self, load: Load, num_requests: int, outcome: Outcome) -> None:
         """Learn from a step without drafts.
 
         Args:

@@ -30,7 +30,7 @@ class Candidate(NamedTuple):
 
 
 class Load(NamedTuple):
-    """A step without drafts."""
+    """What a step has to run before any drafts are added."""
 
     candidates: Sequence[Candidate]
     num_rows: int  # of the target's pass: the candidates' roots and prefill chunks

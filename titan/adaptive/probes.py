@@ -100,8 +100,8 @@ class Probes:
         self.price, self.advance = prices[most], MAX_ADVANCE * step_seconds if hopeful else 0.0
         return order[: most + 1] if self.credit + self.advance >= self.price else ()
 
-    def note_doze(self, seconds: float) -> None:
-        """Add a step without drafts that was not looked at, and is taken to have been this long."""
+    def add_time(self, seconds: float) -> None:
+        """Add a step of this length: a share of it may be spent, and each request has emitted one token more."""
         self.credit, self.num_waiting = self.credit + PROBE_SHARE * seconds, max(0, self.num_waiting - 1)
 
     def observe(
@@ -116,7 +116,7 @@ class Probes:
             num_requests: that emitted tokens.
             is_probe: whether a probe was all that there was; what drafting loses that seemed to pay is not owed without end.
         """
-        self.note_doze(seconds)
+        self.add_time(seconds)
         before = self.credit
         if num_accepted is None:
             if self.num_cold:
