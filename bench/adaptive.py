@@ -21,7 +21,7 @@ from itertools import repeat
 from typing import Any
 
 from titan.bench.adaptive_report import ADAPTIVE, FIXED, OFF, adaptive_report
-from titan.bench.draft_recipes import DraftRecipe, LoadedDraft, Models
+from titan.bench.draft_recipes import DraftRecipe, LoadedDraft, Models, check_same_tokens
 from titan.bench.engine_run import BLOCK_SIZE, make_idle, num_blocks_for, run_first_steps, run_workload
 from titan.bench.hopeless_drafts import HalfHopelessDrafter, load_shuffled
 from titan.bench.loading import load_target
@@ -118,18 +118,16 @@ class AdaptiveBench:
         return engine
 
     def _make_drafter(self, engine: Engine) -> Drafter:
-        draft, args = self.args.draft_model, self.args
+        args, draft = self.args, self.args.draft_model
         if args.hopeless and not self._drafts:
-            model = open_drafter(draft, engine.config.model, engine._draft_context())()
-            if isinstance(model, DraftModelDrafter) and model.vocabulary is not None:
-                raise ValueError(
-                    f"--hopeless needs a draft with the target's tokens, and those of --draft-model {draft} are others"
-                )
+            drafter = open_drafter(draft, engine.config.model, engine._draft_context())()
+            if isinstance(drafter, DraftModelDrafter):
+                check_same_tokens(drafter, "--hopeless")
             shuffled = load_shuffled(draft, args.dtype, args.draft_weight_bits, self._backend, args.seed)
             self._drafts[draft, None] = LoadedDraft(shuffled)
         recipe = DraftRecipe(draft, draft, num_tokens=engine.config.speculation.max_draft_tokens)
-        drafter = recipe.make_drafter(engine, self.args.model, self._drafts)
-        if not self.args.mixed:
+        drafter = recipe.make_drafter(engine, args.model, self._drafts)
+        if not args.mixed:
             return drafter
         if not isinstance(drafter, DraftModelDrafter):
             raise ValueError(f"--mixed needs a draft model: --draft-model {draft} is none")

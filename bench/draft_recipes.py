@@ -109,12 +109,17 @@ class DraftRecipe:
         if isinstance(drafter, DraftModelDrafter):
             if self.bits is None:
                 return LoadedDraft(drafter.model, drafter.vocabulary)
-            if drafter.vocabulary is not None:
-                raise ValueError(f"bits={self.bits} needs a draft with the target's tokens, and those of {self.model!r} are others")
+            check_same_tokens(drafter, f"bits={self.bits}")
             return LoadedDraft(_load_rounded(self.model, "draft", self.bits, engine))
         if self.bits is not None:
             raise ValueError(f"bits={self.bits} needs a draft model, and {self.model!r} is none")
         return drafter
+
+
+def check_same_tokens(drafter: DraftModelDrafter, option: str) -> None:
+    """Refuse an option for a draft with other tokens than the target's, whose weights are loaded in another order."""
+    if drafter.vocabulary is not None:
+        raise ValueError(f"{option} needs a draft with the target's tokens, and those of {drafter.name!r} are others")
 
 
 def truncate(model: Decoder, num_layers: int, backend: Backend) -> Decoder:

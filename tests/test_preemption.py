@@ -115,9 +115,13 @@ def test_without_memory_for_the_swap_space_another_draft_goes_without(zoo: Zoo, 
     assert [each.output_token_ids for each in requests] == [zoo.greedy("llama", each, 20, ignore_eos=True) for each in prompts]
 
 
-def test_another_draft_takes_no_more_of_the_host_than_the_swap_space_has(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There are never as many blocks as before of target and draft together."""
-    engine = make_engine(zoo.path("llama"), "ngram", preemption_mode="swap", swap_space=81 * BYTES, **SCARCE)
+@pytest.mark.parametrize("before", ["ngram", "llama"])
+def test_another_draft_takes_no_more_of_the_host_than_the_swap_space_has(
+    zoo: Zoo, before: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are never as many blocks as before of target and draft together, nor those of two drafts."""
+    draft = before if before == "ngram" else zoo.path(before)
+    engine = make_engine(zoo.path("llama"), draft, preemption_mode="swap", swap_space=81 * BYTES, **SCARCE)
     space, host_blocks, most = engine.kv.swap_space, engine.backend.cache.host_blocks, list[int]()
 
     def record(kv: KVTensor, num_blocks: int) -> list[Tensor]:

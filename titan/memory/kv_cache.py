@@ -77,8 +77,6 @@ class KVCache:
             )
         self.swap_space.attach(role, tensor)
         self._tensors[role] = tensor
-        if role == "draft":
-            self._new_blocks.forget_draft()  # a new tensor, whose numbers are finite: zero, or of passes that were measured
 
     def detach(self, role: Role) -> None:
         """Detach a cache, if there is one."""

@@ -58,7 +58,3 @@ class NewBlocks:
         """Count no block as new any more."""
         self._block_ids.clear()
         self._new_to_draft.clear()
-
-    def forget_draft(self) -> None:
-        """Count no block as new to the draft's cache any more."""
-        self._new_to_draft.clear()

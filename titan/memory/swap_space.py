@@ -38,7 +38,8 @@ class SwapSpace:
         self._blocks: dict[Role, list[Tensor]] = {}
 
     def attach(self, role: Role, kv: KVTensor) -> None:
-        """Provide memory for a cache, in place of what the role had; it is zero, as the cache itself."""
+        """Provide memory for a cache, in place of what the role had, which is given up first; it is zero, as the cache itself."""
+        self.detach(role)
         self._blocks[role] = self._ops.host_blocks(kv, self.pool.num_blocks)
 
     def detach(self, role: Role) -> None:
