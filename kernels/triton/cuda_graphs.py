@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -57,7 +56,7 @@ class GraphSizes:
     def __init__(self, limits: PassLimits) -> None:
         self.request_counts = _ladder(limits.num_requests, [1, 2, 4, 8, 16, 24, 32])
         self.query_lens = _ladder(limits.query_len, [1, 8, 64])
-        self.tokens_per_request = _ladder(limits.query_len, [1, 2, 4, 8, 16, 32, 64])
+        self.tokens_per_request = _ladder(limits.query_len, [1, 2, 3, 4, 5, 6, 8, 16, 32, 64])
         self._chunked_requests = sorted({min(FEW_REQUESTS, limits.num_requests), limits.num_requests})
         # those from the limit on are one; without small passes there are none
         self._chunked_tokens = sorted({min(each, limits.num_tokens) for each in CHUNKED_TOKENS if limits.query_len})
@@ -194,14 +193,15 @@ def cuda_graph_capture() -> Capture:
     failed: list[torch.cuda.CUDAGraph] = []  # destroyed together with the others, for the same reason
 
     def capture(function: Callable[[], Tensor]) -> Replay | None:
+        nonlocal pool
         graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             with torch.cuda.graph(graph, pool=pool, stream=owner.stream, capture_error_mode="thread_local"):  # others go on
                 output = function()
         except Exception as error:
             torch.cuda.set_stream(before)  # torch.cuda.graph stays on its own stream if it cannot end a capture
-            with suppress(RuntimeError, AttributeError):  # and PyTorch before 2.12 then goes on to allocate in the pool
-                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+            if _end_recording(pool):
+                pool = torch.cuda.graph_pool_handle()
             failed.append(graph)
             if not _is_of_memory(error):
                 raise
@@ -209,6 +209,18 @@ def cuda_graph_capture() -> Capture:
         return Replay(graph.replay, output)
 
     return capture
+
+
+def _end_recording(pool: tuple[int, int]) -> bool:
+    """End what a capture that cannot be ended leaves recording in a pool; return whether there was such a capture.
+
+    PyTorch 2.11 would go on to allocate there. Its allocator of page-locked memory records on, and takes no other capture there.
+    """
+    try:
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+    except (RuntimeError, AttributeError):
+        return False
+    return True
 
 
 def _is_of_memory(error: BaseException | None) -> bool:
