@@ -135,8 +135,7 @@ def truncate(model: Decoder, num_layers: int, backend: Backend) -> Decoder:
     draft = Decoder(shorter, dtype=model.dtype, backend=backend, is_empty=True)
     draft.embedding, draft.final_norm, draft.lm_head = model.embedding, model.final_norm, model.lm_head
     draft.layers = nn.ModuleList(list(model.layers)[:num_layers])
-    draft.prepare()
-    draft.weight_bits = model.weight_bits
+    draft.prepare(weight_bits=model.weight_bits)
     return draft
 
 

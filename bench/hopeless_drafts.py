@@ -18,7 +18,6 @@ from titan.draft.registry import choose_weight_bits
 from titan.kernels.interfaces import Backend
 from titan.models.decoder import Decoder
 from titan.models.loader import resolve_model
-from titan.models.weights import round_to_8_bits
 
 
 def load_shuffled(name: str, dtype: str, weight_bits: int | str | None, backend: Backend, seed: int) -> Decoder:
@@ -33,13 +32,10 @@ def load_shuffled(name: str, dtype: str, weight_bits: int | str | None, backend:
     bits = choose_weight_bits(weight_bits, model.config, model.dtype, backend)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for key, weight in model.named_parameters():
-            if bits is not None and model.is_packable(key.rpartition(".")[2]):
-                round_to_8_bits(weight)
+        for weight in model.parameters():
             if weight.dim() == 2:
                 weight.copy_(weight[torch.randperm(len(weight), generator=generator).to(weight.device)])
-    model.prepare()
-    model.weight_bits = bits
+    model.prepare(weight_bits=bits)
     return model
 
 

@@ -118,17 +118,15 @@ def choose_weight_bits(bits: int | str | None, config: ModelConfig, dtype: torch
     Raises:
         ValueError: 8 bits are asked for by number, and nothing would read them in less time.
     """
-    allowed = "allowed are 'auto', None, and 8 on a CPU with AVX2 or AVX-512, in float32 and bfloat16"
+    allowed = "allowed are 'auto', None, and 8 in bfloat16, or on a CPU with AVX2 or AVX-512 in float32"
     if bits is None:
         return None
     if not isinstance(config, DecoderConfig):
         reason = (
             f"for {config.architecture} in transformers' layers: allowed are 'auto', None, and 8 for a model of Titan's own decoder"
         )
-    elif not backend.has_short_weights:
-        reason = f"by these kernels ({backend.name}): {allowed}"
-    elif not backend.layer_ops(dtype, config.traits).packs:
-        reason = f"in {dtype_name(dtype)}: {allowed}"
+    elif not (ops := backend.layer_ops(dtype, config.traits)).packs_8_bits:
+        reason = f"in {dtype_name(dtype)} by these kernels ({ops.name}): {allowed}"
     else:
         return 8
     if bits == "auto":

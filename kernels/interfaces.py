@@ -38,10 +38,14 @@ class LayerOps(Protocol):
     """The operations of a decoder layer."""
 
     name: str
-    packs: bool  # whether `pack` copies weights to a layout of its own
+    packs: bool  # whether `pack` copies weights that keep their numbers to a layout of its own
+    packs_8_bits: bool  # whether it rounds weights to 8 bits each, which `linear` reads in less time
 
-    def pack(self, weight: Tensor) -> Tensor:
-        """Return a weight [out_features, in_features] in the layout that `linear` reads fastest, unchanged if it already is."""
+    def pack(self, weight: Tensor, bits: int | None = None) -> Tensor:
+        """Return a weight [out_features, in_features] in the layout that `linear` reads fastest, unchanged if it already is.
+
+        With 8 ``bits``, where `packs_8_bits`, its numbers are rounded to 3 bits of mantissa; it may be overwritten.
+        """
 
     def look_up(self, token_ids: Tensor, embedding: Tensor, size: int, dtype: torch.dtype) -> Tensor:
         """Return rows of an embedding of ``size`` dimensions, packed or plain: int64 [T] -> [T, size]."""
@@ -363,7 +367,6 @@ class Backend(Protocol):
     name: str
     device: torch.device
     is_host: bool  # whether tensors are in the host's memory, so that reading them costs nothing
-    has_short_weights: bool  # whether weights whose numbers bfloat16 holds with 3 bits of mantissa take 8 bits each
     cache: CacheOps
     sampling: SamplingOps
     trees: TreeOps

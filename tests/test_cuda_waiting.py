@@ -300,6 +300,7 @@ SERVED: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"draft_tree": "dynamic", "draft_sampling": "sampled"}),
     ("llama", {"draft_tree": "dynamic", "draft_sampling": "greedy", "max_draft_tokens": 32, "prefill_chunk_size": 40}),
     ("llama", {"draft_tree": [-1, -1, 0, 0, 1], "max_draft_tokens": 5, "draft_dtype": torch.float16}),
+    ("llama", {"draft_tree": "auto", "draft_dtype": torch.bfloat16, "draft_weight_bits": 8}),
     *(("llama", {"draft_tree": "dynamic", "draft_vocab_size": size}) for size in (VOCAB_SIZE - 5, VOCAB_SIZE + 3)),
     ("llama", {"speculation": "off"}),
     ("qwen3", {"draft_tree": "chain", "draft_sampling": "greedy"}),  # with as many KV heads as query heads

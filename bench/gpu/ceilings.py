@@ -14,6 +14,7 @@ from titan.bench.gpu.attention_batches import DISTINCT_BYTES
 from titan.bench.gpu.sections import Figures, Section, Setting, Task
 from titan.bench.gpu.timing import median_seconds
 from titan.kernels.triton.backend import TritonBackend
+from titan.kernels.triton.short_weights import TILINGS
 
 COPY_RATE, OPERATION_RATE = "bytes/s", "operations/s"
 RATES = {"copy_bandwidth": COPY_RATE, "peak": OPERATION_RATE}
@@ -56,15 +57,17 @@ SECTION = Section(
 )
 
 
-def measure_product(name: str, num_rows: int, setting: Setting) -> Figures:
-    """Time a product as a layer calls it."""
+def measure_product(name: str, num_rows: int, bits: int, setting: Setting) -> Figures:
+    """Time a product as a layer calls it, with weights of so many bits."""
     num_outputs, num_inputs = (size // 64 if setting.is_tiny else size for size in WEIGHTS[name])
-    device, num_bytes, num_operations = setting.device, 2 * num_outputs * num_inputs, 2 * num_outputs * num_inputs * num_rows
-    linear = TritonBackend(device).layer_ops(torch.bfloat16, frozenset()).linear
+    device, num_weights = setting.device, num_outputs * num_inputs
+    num_bytes, num_operations = num_weights * bits // 8, 2 * num_weights * num_rows
+    ops = TritonBackend(device).layer_ops(torch.bfloat16, frozenset())
     num_copies = 1 if setting.is_tiny else -(-DISTINCT_BYTES // num_bytes)
-    weights = torch.randn(num_copies, num_outputs, num_inputs, dtype=torch.bfloat16, device=device)
+    random = (torch.randn(num_outputs, num_inputs, dtype=torch.bfloat16, device=device) for _ in range(num_copies))
+    weights = [ops.pack(weight, None if bits == 16 else bits) for weight in random]
     x = torch.randn(num_rows, num_inputs, dtype=torch.bfloat16, device=device)
-    seconds = median_seconds(lambda: [linear(x, weight, None) for weight in weights], device) / num_copies
+    seconds = median_seconds(lambda: [ops.linear(x, weight, None) for weight in weights], device) / num_copies
     figures = {"us": 1e6 * seconds, "TFLOP/s": 1e-12 * num_operations / seconds}
     if setting.copy_bandwidth and setting.peak:
         num_bytes += 2 * num_rows * (num_outputs + num_inputs)
@@ -74,16 +77,16 @@ def measure_product(name: str, num_rows: int, setting: Setting) -> Figures:
 
 
 def make_product_tasks(setting: Setting) -> Sequence[Task]:
-    """All weights with each number of rows in turn."""
-    runs = [(name, num_rows) for num_rows in NUM_ROWS for name in WEIGHTS]
-    return [Task({"weight": name, "rows": rows}, partial(measure_product, name, rows, setting), 2) for name, rows in runs]
+    """All weights with each number of rows in turn; with 8 bits, few rows, of which the kernels read these."""
+    runs = [(name, rows, bits) for rows in NUM_ROWS for bits in (16, 8) for name in WEIGHTS if bits == 16 or rows <= max(TILINGS)]
+    return [Task({"weight": run[0], "rows": run[1], "bits": run[2]}, partial(measure_product, *run, setting), 2) for run in runs]
 
 
 PRODUCTS = Section(
     "products",
-    "Matrix products of Llama 3 8B, bfloat16",
+    "Matrix products of Llama 3 8B, bfloat16, some with weights of 8 bits",
     "Products: of bandwidth, of peak: its bytes at the speed of a copy, its operations at that of a large product, over its time.",
-    seconds=40,
+    seconds=60,
     columns={"us": ".1f", "TFLOP/s": ".1f", "of bandwidth": ".0%", "of peak": ".0%"},
     make_tasks=make_product_tasks,
 )

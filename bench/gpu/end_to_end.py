@@ -80,7 +80,7 @@ class Plan:
     """What is compared, and for how long; ``goals`` are by requests and mode."""
 
     target: LlamaConfig
-    drafts: Mapping[str, LlamaConfig]  # the first is measured in all modes and batches
+    drafts: Mapping[str, tuple[LlamaConfig, int | None]]  # with the bits of weights; the first is measured in all modes and batches
     goals: Mapping[tuple[int, str], Figures] = field(default_factory=dict)
     modes: Sequence[str] = (PLAIN, AT_GOAL, "acceptance 0.6", "acceptance 0.7", "acceptance 0.9")
     batches: Sequence[int] = (1, 8, 32, 128, 40, 72, 4, 16, 64)  # the most important first
@@ -102,7 +102,12 @@ class Plan:
 
 PLAN = Plan(
     random_models.LLAMA_8B,
-    {"1 B": random_models.LLAMA_1B, "0.1 B": random_models.DRAFT_OF_8B},
+    {
+        "1 B": (random_models.LLAMA_1B, None),
+        "1 B, 8 bits": (random_models.LLAMA_1B, 8),
+        "0.1 B": (random_models.DRAFT_OF_8B, None),
+        "0.1 B, 8 bits": (random_models.DRAFT_OF_8B, 8),
+    },
     {
         (1, PLAIN): {"weights' share": 0.8},
         (32, PLAIN): {"busy": 0.8},
@@ -113,7 +118,7 @@ PLAN = Plan(
 )
 TINY = Plan(
     target=random_models.llama(64, 128, 2, 4, 2, 16, vocab_size=300),
-    drafts=dict.fromkeys(("tiny", "tiny, too"), random_models.llama(32, 64, 1, 2, 1, 16, vocab_size=300)),
+    drafts=dict.fromkeys(("tiny", "tiny, too"), (random_models.llama(32, 64, 1, 2, 1, 16, vocab_size=300), None)),
     modes=(PLAIN, AT_GOAL),
     batches=(1, 3),
     few_batches=(1,),
@@ -155,7 +160,10 @@ class EndToEnd:
         self.setting = setting
         self.replay = ReplayDrafter({}, acceptance=1.0, vocab_size=plan.target.vocab_size, max_draft_tokens=NUM_DRAFTS)
         self.target = random_models.make_decoder(plan.target, backend=backend, seed=setting.seed)
-        drafts = {name: random_models.make_decoder(each, backend=backend, seed=setting.seed) for name, each in plan.drafts.items()}
+        drafts = {
+            name: random_models.make_decoder(config, backend=backend, seed=setting.seed, weight_bits=weight_bits)
+            for name, (config, weight_bits) in plan.drafts.items()
+        }
         for name, draft in drafts.items():
             register(name, partial(PaidReplayDrafter, name, draft, self.replay))
         first, draft = next(iter(drafts.items()))

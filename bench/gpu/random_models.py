@@ -46,8 +46,8 @@ DRAFT_OF_8B = llama(512, 2048, 8, 8, 4, 64)
 """0.1 B: a pass reads 66 M parameters of the head, which must have the 8 B's vocabulary, and 31 M of layers."""
 
 
-def make_decoder(config: LlamaConfig, *, backend: Backend, seed: int) -> Decoder:
-    """A model in bfloat16, ready to run on a back end."""
+def make_decoder(config: LlamaConfig, *, backend: Backend, seed: int, weight_bits: int | None = None) -> Decoder:
+    """A model in bfloat16, whose matrices may be rounded to 8 bits, ready to run on a back end."""
     decoder = Decoder(DecoderConfig.read(config, "LlamaForCausalLM"), dtype=torch.bfloat16, backend=backend)
     generator = torch.Generator(backend.device).manual_seed(seed)
     with torch.no_grad():
@@ -60,7 +60,7 @@ def make_decoder(config: LlamaConfig, *, backend: Backend, seed: int) -> Decoder
                 is_last = name.endswith(("output_weight", "down_weight"))
                 weight.normal_(std=(LAYER_SCALE if is_last else 1.0) / math.sqrt(weight.shape[1]), generator=generator)
         decoder.get_parameter("lm_head").copy_(decoder.embedding.roll(1, 0))
-    decoder.prepare(pack=False)
+    decoder.prepare(weight_bits=weight_bits)
     return decoder
 
 

@@ -33,7 +33,7 @@ class CpuBackend(TorchBackend):
 
     def __init__(self, kernels: CompiledKernels) -> None:
         super().__init__(torch.device("cpu"), kernels.description)
-        self.num_threads, self.has_short_weights = kernels.num_threads, kernels.longest_codes >= 8
+        self.num_threads = kernels.num_threads
         self._torch_models: WeakSet[Any] = WeakSet()  # whose layers PyTorch runs
         sampling = CompiledSampling(kernels)
         self._kernels = kernels

@@ -13,7 +13,7 @@ from titan.core.attention import AttentionSpec, Chunk, Window
 from titan.core.batch import AttentionLayout
 from titan.core.kv_tensor import SCALE_BYTES
 from titan.kernels.cpu.compiled import FLOAT, INT, POINTER, CompiledKernels, address
-from titan.kernels.cpu.weights import is_packed, pack_weight, weight_struct
+from titan.kernels.cpu.weights import is_packed, pack_weight, round_to_8_bits, weight_struct
 from titan.kernels.interfaces import TokenPlaces
 from titan.kernels.torch.layers import TorchOps
 
@@ -92,6 +92,7 @@ class CompiledOps(TorchOps):
     def __init__(self, kernels: CompiledKernels, dtype: torch.dtype) -> None:
         super().__init__(torch.device("cpu"))
         self._kernels, self._dtype = kernels, dtype
+        self.packs_8_bits = kernels.longest_codes >= 8
         self._multiply = kernels.function("linear", dtype, POINTER, POINTER, INT, POINTER, POINTER)
         self._attend = kernels.function("tree_attention", dtype, *[POINTER] * 3, INT, POINTER, POINTER)
         of_writes = POINTER, INT, INT, INT, POINTER, INT, POINTER, INT, INT, INT
@@ -101,7 +102,9 @@ class CompiledOps(TorchOps):
         self._run_mlp = kernels.function("gated_mlp", dtype, POINTER, POINTER, POINTER, INT, POINTER)
         self._rotate = kernels.function("rope_and_write_kv", dtype, *[POINTER] * 6, INT, FLOAT, *[INT] * 4)
 
-    def pack(self, weight: Tensor) -> Tensor:
+    def pack(self, weight: Tensor, bits: int | None = None) -> Tensor:
+        if bits is not None and not is_packed(weight):
+            round_to_8_bits(weight)
         return pack_weight(weight, self._kernels)
 
     def look_up(self, token_ids: Tensor, embedding: Tensor, size: int, dtype: torch.dtype) -> Tensor:

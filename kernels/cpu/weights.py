@@ -44,6 +44,9 @@ CODE_BITS = {torch.uint8: 12, torch.int8: 8}
 HEADER_BYTES, RARE_BYTES = 64, 8
 """Sizes of ``CodeHeader`` and ``RareWeight`` of the C++."""
 
+LARGEST_8_BITS = 0x7F70
+"""Bits of the largest number of bfloat16 with 3 bits of mantissa."""
+
 MAX_RARE = 1 / 1024
 """Largest part of a weight's numbers that may be rare: their products are added one by one. Of normal ones 1 / 4000 is."""
 
@@ -78,6 +81,19 @@ def pack_weight(weight: Tensor, kernels: CompiledKernels) -> Tensor:
     for first, rows in _pieces(weight, NUMBERS[kind], len(packed), depth * kind.itemsize // NUMBERS[kind].itemsize):
         make_blocks(rows.data_ptr(), len(rows), depth, packed[first:].data_ptr())
     return packed[:num_outputs]
+
+
+def round_to_8_bits(weight: Tensor) -> None:
+    """Round a weight of float32 or bfloat16 in place to bfloat16, and that to 3 bits of mantissa, each to nearest, ties to even.
+
+    With the sign and the exponent, of which the weights of a block have few, these are 8 bits each; e4m3 numbers have the same
+    precision (Micikevicius et al., "FP8 formats for deep learning", 2022).
+    """
+    for rows in weight.split(CHUNK_ROWS):
+        bits = rows.bfloat16().view(torch.int16)
+        half = 7 + (bits >> 4 & 1)
+        rounded = torch.where(bits & 0x7FFF < LARGEST_8_BITS, bits + half, bits) & ~15  # not to infinity
+        rows.copy_(rounded.view(torch.bfloat16))
 
 
 def _make_codes(weight: Tensor, kernels: CompiledKernels) -> Tensor | None:

@@ -49,7 +49,6 @@ class TorchBackend:
     """
 
     name = "PyTorch"
-    has_short_weights = False
 
     def __init__(self, device: torch.device, description: str = "PyTorch", num_threads: int | None = None) -> None:
         self.device = device

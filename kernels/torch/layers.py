@@ -27,11 +27,12 @@ class TorchOps:
 
     name = "PyTorch"
     packs = False
+    packs_8_bits = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def pack(self, weight: Tensor) -> Tensor:
+    def pack(self, weight: Tensor, bits: int | None = None) -> Tensor:
         return weight
 
     def look_up(self, token_ids: Tensor, embedding: Tensor, size: int, dtype: torch.dtype) -> Tensor:

@@ -58,7 +58,6 @@ class TritonBackend:
 
     name = "Triton"
     is_host = False
-    has_short_weights = False
 
     def __init__(self, device: torch.device, capture: Callable[[], Capture] = cuda_graph_capture) -> None:
         self.device = device
@@ -86,7 +85,7 @@ class TritonBackend:
         return True
 
     def layer_ops(self, dtype: torch.dtype, traits: frozenset[str]) -> LayerOps:
-        return TritonOps(self.device) if traits <= TRAITS else TorchOps(self.device)
+        return TritonOps(self.device, dtype) if traits <= TRAITS else TorchOps(self.device)
 
     def prepare(self, model: Any, kv: KVTensor, limits: PassLimits, counts: PassCounts) -> Runner:
         if not model.config.traits <= TRAITS:

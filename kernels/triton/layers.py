@@ -20,6 +20,7 @@ from titan.kernels.triton.gate import gelu_mul, silu_mul
 from titan.kernels.triton.kv_writes import write_kv
 from titan.kernels.triton.norm import rms_norm
 from titan.kernels.triton.rope_kv import rope_and_write_kv
+from titan.kernels.triton.short_weights import NUM_PROGRAMS, is_short, numbers, pack_short, short_linear
 from titan.kernels.triton.tree_attention import tree_attention
 
 MIN_CAPABILITY = (8, 0)
@@ -31,6 +32,7 @@ class TritonOps:
 
     Args:
         device: where the kernels run.
+        dtype: of the model.
 
     Raises:
         ValueError: a card that Triton does not support.
@@ -45,7 +47,7 @@ class TritonOps:
     gelu_mul = staticmethod(gelu_mul)
     write_kv = staticmethod(write_kv)
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < MIN_CAPABILITY:
             raise ValueError(
                 f"device={str(device)!r} is a {torch.cuda.get_device_name(device)} of compute capability "
@@ -53,14 +55,17 @@ class TritonOps:
                 f"{'.'.join(map(str, MIN_CAPABILITY))} or more; device='cpu' runs without"
             )
 
-    def pack(self, weight: Tensor) -> Tensor:
-        return weight
+        self.packs_8_bits = dtype == torch.bfloat16
+        self._arrivals = torch.zeros(NUM_PROGRAMS, dtype=torch.int32, device=device)
+
+    def pack(self, weight: Tensor, bits: int | None = None) -> Tensor:
+        return weight if bits is None or is_short(weight) else pack_short(weight)
 
     def look_up(self, token_ids: Tensor, embedding: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-        return F.embedding(token_ids, embedding)
+        return F.embedding(token_ids, numbers(embedding, size) if is_short(embedding) else embedding)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, weight, bias)
+        return short_linear(x, weight, bias, self._arrivals) if is_short(weight) else F.linear(x, weight, bias)
 
     def plan_attention(self, layout: DeviceLayout, windows: Sequence[Window]) -> TreeAttentionPlan:
         return TreeAttentionPlan(layout, windows)

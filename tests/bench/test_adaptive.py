@@ -81,7 +81,7 @@ def test_a_shuffled_draft_has_the_same_numbers_elsewhere(zoo: Zoo) -> None:
         assert (one != other).any() == (one.dim() == 2)
 
 
-@pytest.mark.parametrize("name", CODED)
+@pytest.mark.parametrize("name", [*CODED, "triton"])
 def test_a_shuffled_draft_is_read_as_fast_as_one_that_is_not(zoo: Zoo, name: str) -> None:
     for bits, is_coded in (("auto", True), (8, True), (None, False)):
         shuffled = load_shuffled(zoo.path("llama~"), "bfloat16", bits, make_back_end(name), seed=3)

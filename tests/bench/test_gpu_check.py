@@ -308,8 +308,9 @@ def test_only_the_batches_asked_for_are_planned_on_the_cuda_path_with_goals_for_
     tasks = end_to_end.make_tasks(replace(TINY, is_tiny=False, batches=(1, 8)))
     plan, _, backend = made.call_args.args
     assert max(plan.batches) == 8 and {task.labels["requests"] for task in tasks} == {1, 8} and backend.name == "Triton"
+    drafts = "1 B", "1 B, 8 bits", "0.1 B", "0.1 B, 8 bits"
     goals = {(task.labels["draft"], task.labels["requests"]): task.goals for task in tasks if task.labels["mode"] == AT_GOAL}
-    assert goals == {(draft, n): {"x plain": least} for draft in ("1 B", "0.1 B") for n, least in ((1, 2.2), (8, 1.6))}
+    assert goals == {(draft, n): {"x plain": least} for draft in drafts for n, least in ((1, 2.2), (8, 1.6))}
 
 
 @pytest.mark.parametrize(("acceptance", "tokens_per_step"), [(1.0, 7), (0.0, 1)])
@@ -331,7 +332,7 @@ def test_recorded_tokens_take_the_place_of_those_that_a_draft_left_on_the_device
         monkeypatch.setattr(end_to_end, name, value)
     monkeypatch.setitem(end_to_end.MODES, "all", Mode(1.0))
     model = random_models.llama(32, 32, 1, 2, 1, 16, vocab_size=40)
-    plan = replace(end_to_end.TINY, target=model, drafts={"it": model}, batches=(2,), prompt_len=2, min_rows=1, min_steps=1)
+    plan = replace(end_to_end.TINY, target=model, drafts={"it": (model, None)}, batches=(2,), prompt_len=2, min_rows=1, min_steps=1)
     bench = EndToEnd(plan, TINY, triton_backend())
     found: list[Acceptance] = []
     bench.engine.observers.append(lambda plan, acceptance: found.append(acceptance))

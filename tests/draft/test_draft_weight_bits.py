@@ -15,8 +15,8 @@ from titan.bench.loading import load_decoder
 from titan.core.options import weight_bits_of
 from titan.draft.draft_model import DraftModelDrafter
 from titan.engine import Engine
+from titan.kernels.cpu.weights import round_to_8_bits
 from titan.models.decoder import Decoder
-from titan.models.weights import round_to_8_bits
 
 PROMPTS = random_prompts(4)
 
@@ -49,8 +49,10 @@ def matrices(model: Decoder) -> list[torch.Tensor]:
     return [weight for name, weight in model.named_parameters() if model.is_packable(name.rpartition(".")[2])]
 
 
-@pytest.mark.parametrize("name", CODED)
-@pytest.mark.parametrize(("bits", "draft_dtype"), [("auto", None), (8, "bfloat16")])
+@pytest.mark.parametrize(
+    ("name", "bits", "draft_dtype"),
+    [*((name, "auto", None) for name in CODED), *((name, 8, "bfloat16") for name in (*CODED, "triton"))],
+)
 def test_a_rounded_draft_changes_no_greedy_output(zoo: Zoo, name: str, bits: int | str, draft_dtype: str | None) -> None:
     options = AMPLE | {"draft_weight_bits": bits, "draft_dtype": draft_dtype, "backend": make_back_end(name)}
     engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **options)
@@ -67,10 +69,10 @@ def test_a_rounded_draft_changes_no_greedy_output(zoo: Zoo, name: str, bits: int
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        *((name, {}, r"draft_weight_bits=8 is not supported by these kernels \(.*\): .* None, and 8 on a CPU with AVX2 or AVX-512")
+        *((name, {}, r"draft_weight_bits=8 is not supported in float32 by these kernels \(.*\): .* on a CPU with AVX2 or AVX-512")
           for name in ("torch", "triton", *KINDS) if name not in CODED),
-        *((name, {"draft_dtype": "float16"}, r"draft_weight_bits=8 is not supported in float16: .* in float32 and bfloat16")
-          for name in CODED),
+        *((name, {"draft_dtype": "float16"}, r"draft_weight_bits=8 is not supported in float16 by these kernels \(.*\): ")
+          for name in (*CODED, "triton")),
         *((name, {"model_impl": "transformers"}, r"draft_weight_bits=8 is not supported for Llama.* in transformers' layers")
           for name in CODED),
     ],

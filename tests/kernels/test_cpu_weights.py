@@ -19,8 +19,7 @@ from torch import Tensor
 from titan.kernels.cpu import weights as cpu_weights
 from titan.kernels.cpu.compiled import CompiledKernels
 from titan.kernels.cpu.layers import CompiledOps
-from titan.kernels.cpu.weights import CODE_BITS, HUGE_PAGE_BYTES, MAX_RARE, pack_weight, weight_struct
-from titan.models.weights import round_to_8_bits
+from titan.kernels.cpu.weights import CODE_BITS, HUGE_PAGE_BYTES, MAX_RARE, pack_weight, round_to_8_bits, weight_struct
 
 SIZES = [(1, 1), (64, 32), (50, 70), (17, 16), (131, 33), (33, 2050), (100, 192)]
 NUM_ROWS = (*range(20), 21, 24, 31, 32, 33, 37, 48, 63, 64, 65, 70, 90, 170, 260, 530)  # also of several parts and sets of groups

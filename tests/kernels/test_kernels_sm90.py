@@ -29,6 +29,7 @@ from titan.kernels.triton.pass_inputs import BlockTables
 from titan.kernels.triton.rope_kv import rope_and_write_kv
 from titan.kernels.triton.row_distribution import normalized_probs, row_distributions
 from titan.kernels.triton.sample_rows import sample_rows
+from titan.kernels.triton.short_weights import NUM_PROGRAMS, TILINGS, packed_size, short_linear
 from titan.kernels.triton.top_tokens import row_argmax, top_candidates
 from titan.kernels.triton.tree_rejection import reject_trees
 from titan.kernels.triton.tree_select import select_trees
@@ -59,6 +60,10 @@ for hidden_size, dtype in ((768, half), (4096, half), (16384, half), (16384, sin
 for intermediate_size, dtype in ((2048, half), (14336, half), (14336, single)):
     silu_mul(zeros(7, 2 * intermediate_size, dtype=dtype))
     gelu_mul(zeros(7, 2 * intermediate_size, dtype=dtype))
+arrivals = zeros(NUM_PROGRAMS, dtype=torch.int32)
+for num_rows, (num_outputs, num_inputs) in product(TILINGS, ((3072, 2048), (28672, 4096), (300, 900))):  # the last not in tiles
+    packed = zeros(num_outputs, packed_size(num_inputs), dtype=torch.int8)
+    short_linear(zeros(num_rows, num_inputs, dtype=half), packed, None, arrivals)
 
 start_loc = torch.zeros(3, dtype=torch.int32)
 for num_rows, max_nodes in ((8, 6), (7, 1), (6, 16)):  # which differ from step to step
@@ -92,6 +97,7 @@ KERNELS = {
     "_write_kv_kernel": (7, 40),
     "_norm_kernel": (8, 96),
     "_gate_kernel": (6, 64),
+    "_short_linear_kernel": (6, 255),  # of two warps
     "_walk_kernel": (1, 40),
     "_sum_up_chunks_kernel": (2, 64),
     "_cut_rows_kernel": (2, 128),

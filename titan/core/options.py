@@ -70,9 +70,10 @@ class ModelOptions:
         trust_remote_code: run the code that a checkpoint comes with, if it is not for Titan's own decoder.
         draft_dtype: as ``dtype``, of the draft model, and of each that `LLM.swap_draft` brings; ``None`` = that of the target.
             Drafters without a model have none.
-        draft_weight_bits: 8 rounds the matrices of draft models to bfloat16 with 3 bits of mantissa, of which a CPU with AVX2 or
-            AVX-512 reads 8 bits each, where others take 16 or 12: what is proposed changes a little, and no output's distribution.
-            For models of Titan's own decoder, on such a CPU; "auto" = 8 there, else as they are; ``None`` = as they are.
+        draft_weight_bits: 8 rounds the matrices of draft models to 3 bits of mantissa, of which a CPU with AVX2 or AVX-512 reads 8
+            bits each, where others take 16 or 12, and so does a GPU in bfloat16 for few rows, with half as much memory again for
+            them: what is proposed changes a little, and no output's distribution. For models of Titan's own decoder; "auto" = 8
+            where it is read in less time, else as they are; ``None`` = as they are.
     """
 
     dtype: str | torch.dtype = "auto"

@@ -55,14 +55,18 @@ class Decoder(nn.Module):
         self._next_norms: tuple[Tensor | None, ...] = ()  # per layer, the norm weight applied to its output
         self.head = torch.empty(0, dtype=dtype, device=device)
 
-    def prepare(self, *, pack: bool = True, num_outputs: int | None = None) -> None:
+    def prepare(self, *, pack: bool = True, weight_bits: int | None = None, num_outputs: int | None = None) -> None:
         """Make the weights ready to run; call once, after loading.
 
         Args:
             pack: pack those weights that are not packed yet; see `is_packable`.
+            weight_bits: 8 rounds these to 8 bits each; ``None`` leaves them as they are.
             num_outputs: the first tokens, which alone get logits; ``None`` = all.
         """
         config, layer_weights = self.config, []
+        assert weight_bits is None or (pack and self.ops.packs_8_bits)
+        self.weight_bits = weight_bits
+        packs = pack and (self.ops.packs or weight_bits is not None)
         # Tables are computed in float32 and rounded once, as transformers rounds its cosines and sines.
         tables = {
             rope: rope_table(rope, config.head_dim, config.max_position_embeddings).to(self.device, self.dtype)
@@ -70,10 +74,10 @@ class Decoder(nn.Module):
         }
         for parameters, rope in zip(self.layers, config.ropes, strict=True):
             assert isinstance(parameters, nn.ParameterDict)
-            for name in parameters if pack else ():
+            for name in parameters if packs else ():
                 self._pack_parameter(parameters, name)
             layer_weights.append(LayerWeights(**parameters, rope_table=tables[rope]))
-        for name in ("embedding", "lm_head") if pack else ():
+        for name in ("embedding", "lm_head") if packs else ():
             self._pack_parameter(self, name)
         self._layer_weights = tuple(layer_weights)
         self._next_norms = (*(weights.input_norm for weights in layer_weights[1:]), self.final_norm)
@@ -135,5 +139,6 @@ class Decoder(nn.Module):
         return self.ops.linear(hidden, self.head, None)
 
     def _pack_parameter(self, owner: nn.Module, parameter: str) -> None:
-        if self.is_packable(parameter) and self.ops.packs:
-            setattr(owner, parameter, nn.Parameter(self.ops.pack(owner.get_parameter(parameter)), requires_grad=False))
+        if self.is_packable(parameter):
+            packed = self.ops.pack(owner.get_parameter(parameter), self.weight_bits)
+            setattr(owner, parameter, nn.Parameter(packed, requires_grad=False))

@@ -199,7 +199,7 @@ def load_model(
         dtype: "auto", "float32", "bfloat16", "float16" or the torch dtype; see `resolve_dtype`.
         backend: that runs the model.
         order: of the tokens; ``None`` = the checkpoint's.
-        weight_bits: 8 rounds the matrices of linear layers, see `titan.models.weights.round_to_8_bits`; for Titan's own decoder.
+        weight_bits: 8 rounds the matrices of linear layers, where the back end's ``packs_8_bits``; for Titan's own decoder.
         pack: pack the weights of Titan's own decoder where possible, see `Decoder.prepare`.
 
     Raises:

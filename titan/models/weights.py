@@ -30,9 +30,6 @@ WEIGHT_DTYPES = {"F32", "BF16", "F16"}
 CHUNK_BYTES = 8 * 2**20
 """Approximate size of the pieces in which weights are copied, so that few pages of a file are mapped at a time."""
 
-LARGEST_8_BITS = 0x7F70
-"""Bits of the largest number of bfloat16 with 3 bits of mantissa."""
-
 MAX_SHARED_NUMBERS = 2**24
 """Size of the largest weight whose place in memory is shared while it is packed; the allocator gives larger ones back at once."""
 
@@ -72,7 +69,7 @@ def load_weights(
         files: of the model.
         pack: pack the weights where possible; see `Decoder.prepare`.
         order: of the tokens; ``None`` = the checkpoint's.
-        weight_bits: 8 rounds the matrices of linear layers, see `round_to_8_bits`; ``None`` leaves them as they are.
+        weight_bits: 8 rounds the matrices of linear layers, and packs them; ``None`` leaves them as they are.
 
     Raises:
         ValueError: the weights do not fit the config, or are not finite.
@@ -80,8 +77,7 @@ def load_weights(
     destinations, tensors = destinations_of(model), _find_tensors(files)
     _check_weights(destinations, tensors, model.config, files.name)
     _load_weights(model, destinations, tensors, pack, order, weight_bits)
-    model.prepare(pack=pack, num_outputs=None if order is None else order.num_outputs)
-    model.weight_bits = weight_bits
+    model.prepare(pack=pack, weight_bits=weight_bits, num_outputs=None if order is None else order.num_outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,19 +252,6 @@ def _check_weights(
             )
 
 
-def round_to_8_bits(weight: Tensor) -> None:
-    """Round a weight of float32 or bfloat16 in place to bfloat16, and that to 3 bits of mantissa, each to nearest, ties to even.
-
-    With the sign and the exponent, of which the weights of a block have few, these are 8 bits each; e4m3 numbers have the same
-    precision (Micikevicius et al., "FP8 formats for deep learning", 2022).
-    """
-    for rows in weight.split(max(1, CHUNK_BYTES // max(1, weight[:1].nbytes))):
-        bits = rows.bfloat16().view(torch.int16)
-        half = 7 + (bits >> 4 & 1)
-        rounded = torch.where(bits & 0x7FFF < LARGEST_8_BITS, bits + half, bits) & ~15  # not to infinity
-        rows.copy_(rounded.view(torch.bfloat16))
-
-
 def _load_weights(
     model: Decoder,
     destinations: dict[str, Destination],
@@ -286,7 +269,8 @@ def _load_weights(
     def empty(num_elements: int) -> Tensor:
         return torch.empty(num_elements, dtype=model.dtype, device=model.device)
 
-    packed = {part for part in parts if pack and model.ops.packs and model.is_packable(part[1])}
+    packs = pack and (model.ops.packs or weight_bits is not None)
+    packed = {part for part in parts if packs and model.is_packable(part[1])}
     # Plain weights that are to be packed share one buffer: freed one by one, they would leave holes in the heap that the
     # packed ones do not fit into, which adds up to a third of the model. Large ones leave none.
     sizes = [owner.get_parameter(parameter).numel() for owner, parameter in packed]
@@ -299,9 +283,7 @@ def _load_weights(
         for key in keys:
             places = token_places if parameter in ("embedding", "lm_head") else destinations[key].places
             _copy_tensor(value, destinations[key], tensors[key], None if places is None else places.to(model.device))
-        if weight_bits is not None and model.is_packable(parameter):
-            round_to_8_bits(value)
-        setattr(owner, parameter, nn.Parameter(model.ops.pack(value) if is_packed else value, requires_grad=False))
+        setattr(owner, parameter, nn.Parameter(model.ops.pack(value, weight_bits) if is_packed else value, requires_grad=False))
         del value
 
 
