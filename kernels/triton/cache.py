@@ -61,10 +61,12 @@ class CudaCache(TorchCache):
 
     def copy_in(self, kv: KVTensor, host: Sequence[Tensor], sources: Ints, targets: Ints) -> None:
         with self._after_passes():
-            for group, blocks in zip(kv.groups, host, strict=True):
-                for away, here in runs(sources, targets, max(1, STAGED_BYTES // blocks[0].nbytes)):
-                    group[:, here].copy_(blocks[away].to(group.device, non_blocking=True).transpose(0, 1))
-            self._arrival = self._stream.record_event()
+            try:
+                for group, blocks in zip(kv.groups, host, strict=True):
+                    for away, here in runs(sources, targets, max(1, STAGED_BYTES // blocks[0].nbytes)):
+                        group[:, here].copy_(blocks[away].to(group.device, non_blocking=True).transpose(0, 1))
+            finally:  # without memory for the next piece, those before it are on their way
+                self._arrival = self._stream.record_event()
 
     def await_copies(self) -> None:
         if self._arrival is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import MagicMock, call
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from titan.kernels.torch.cache import runs
-from titan.kernels.triton.cache import page_locked
+from titan.kernels.triton.backend import TritonBackend
+from titan.kernels.triton.cache import CudaCache, page_locked
 
 CPU = torch.device("cpu")
 
@@ -44,3 +46,27 @@ def test_pages_that_the_system_does_not_lock_are_told_by_their_number(monkeypatc
     monkeypatch.setattr(torch.cuda, "cudart", lambda: refused)
     with pytest.raises(MemoryError, match="4000 bytes of the host cannot be page-locked: CUDA error 2"):
         page_locked(torch.zeros(1000), CPU)
+
+
+def test_blocks_on_their_way_in_are_waited_for_although_others_could_not_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, current, full = MagicMock(), MagicMock(), MagicMock()
+    monkeypatch.setattr(CudaCache, "_stream", stream)
+    monkeypatch.setattr(CudaCache, "_after_passes", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
+    full.__getitem__.return_value = SimpleNamespace(nbytes=1, to=MagicMock(side_effect=torch.OutOfMemoryError("out of memory")))
+    kv, cache = SimpleNamespace(groups=[torch.zeros(2, 4, 3), torch.zeros(2, 4, 3)]), CudaCache(MagicMock(), CPU)
+    with pytest.raises(torch.OutOfMemoryError):
+        cache.copy_in(kv, [torch.ones(4, 2, 3), full], np.array([0, 1]), np.array([2, 3]))  # type: ignore[arg-type]
+    assert kv.groups[0].sum((0, 2)).tolist() == [0, 0, 6, 6]
+    cache.await_copies()
+    current.wait_event.assert_called_once_with(stream.record_event.return_value)
+
+
+def test_memory_that_graphs_have_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    segments = [
+        {"device": device, "segment_pool_id": pool, "total_size": total, "allocated_size": allocated}
+        for device, pool, total, allocated in ((1, (0, 0), 100, 30), (1, (0, 7), 5000, 0), (0, (0, 0), 900, 0), (1, (0, 0), 20, 20))
+    ]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000 * device.index, 9999))
+    assert TritonBackend.free_memory(SimpleNamespace(device=torch.device("cuda", 1))) == 1070  # type: ignore[arg-type]
