@@ -1,0 +1,115 @@
+"""Growth of draft trees of given shapes: see `ShapeGrowth`.
+
+Legend: n requests of a growth, V vocabulary of the trees, I inner nodes of all trees, r of them at a depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from titan.core.arrays import Ints
+from titan.core.growth import Feed, ShapeSpec
+from titan.core.sampling_rows import SamplingRows
+from titan.kernels.interfaces import Backend, Candidates
+
+
+class ShapeLevel(NamedTuple):
+    """The inner nodes at one depth of all shapes: [r] each."""
+
+    places: Tensor  # int64, among the I inner nodes of all trees, tree by tree
+    sources: Tensor  # int64, indices of their tokens in the table of children
+    ancestor_bits: Tensor  # int64
+    owners: Ints  # their requests
+    num_children: Ints
+
+
+class ShapeGrowth:
+    """Fills given shapes, each node with the next most likely or the next sampled token.
+
+    Args:
+        feeds: n feeds with shape specs: all sampled, or none.
+        logits: of their roots, [n, V].
+        backend: the one the draft runs on.
+    """
+
+    gain = None  # infinite: a shape is filled whatever that costs
+
+    def __init__(self, feeds: Sequence[Feed], logits: Tensor, backend: Backend) -> None:
+        specs = [feed.spec for feed in feeds if isinstance(feed.spec, ShapeSpec)]
+        self._rows = np.array([feed.row for feed in feeds])
+        self._backend = backend
+        self._plans = [spec.plan for spec in specs]
+        self._starts = [0, *accumulate(plan.inner.shape[1] for plan in self._plans)]  # first inner node of each request
+        self._max_children = max(plan.max_children for plan in self._plans)
+        pairs = zip(specs, feeds, strict=True)
+        sampled = [(spec.params, spec.seed, feed.root + 1) for spec, feed in pairs if spec.params is not None]
+        self._sampling = SamplingRows.of(sampled) if sampled else None
+        self._levels = self._make_levels()
+        num_inner = self._starts[-1]
+        self._children = logits.new_full((num_inner, self._max_children), -1, dtype=torch.int64)  # -1 where there is none
+        self._probs = logits.new_empty((num_inner, logits.shape[1]), dtype=torch.float32) if sampled else None
+        self.extend(0, logits)
+
+    @property
+    def fed_slots(self) -> list[tuple[Ints, ...]]:
+        return [plan.feeds for plan in self._plans]
+
+    def frontier(self, depth: int) -> tuple[Tensor, Tensor]:
+        level = self._levels[depth]
+        return self._children.view(-1).index_select(0, level.sources).clamp_(min=0), level.ancestor_bits
+
+    def extend(self, depth: int, logits: Tensor) -> None:
+        level = self._levels[depth]
+        if self._sampling is None or self._probs is None:
+            count = min(int(level.num_children.max()), logits.shape[1])
+            if count == 1:
+                self._children[level.places, 0] = self._backend.sampling.argmax(logits).clamp_(min=0)
+                return
+            best = logits.topk(count, dim=-1)
+            self._children[level.places, :count] = best.indices.where(best.values > float("-inf"), -1)
+            return
+        rows = self._sampling.take(level.owners).shifted(depth)
+        self._backend.sampling.sample_children(logits, rows, level.num_children, level.places, self._probs, self._children)
+
+    def candidates(self) -> Candidates:
+        """Return all nodes as candidates; those left without a token, and their descendants, have scores that are not finite."""
+        num_nodes = max(len(plan.parents) for plan in self._plans)
+        shape = len(self._plans), num_nodes
+        sources, parent_slots, slots = np.zeros(shape, np.int64), np.full(shape, -1), np.full(shape, -1)
+        bits = np.full(shape, -1)  # past the end of a shape: ancestors that are never present
+        probs_rows = np.zeros((len(self._plans), 1 + num_nodes), np.int64)
+        for i, (plan, start) in enumerate(zip(self._plans, self._starts, strict=False)):
+            nodes = slice(len(plan.parents))
+            sources[i, nodes] = (start + plan.node_parents) * self._max_children + plan.ranks
+            parent_slots[i, nodes], slots[i, nodes], bits[i, nodes] = plan.parents, plan.slots, plan.ancestor_bits
+            probs_rows[i, : 1 + len(plan.parents)] = start + plan.inner_rows
+        index, parents, fed, ancestors, powers = self._backend.upload(
+            [sources, parent_slots, slots, bits, np.int64(1) << np.arange(num_nodes)]
+        )
+        token_ids = self._children.view(-1).index_select(0, index.view(-1)).view(shape)
+        there = ((token_ids >= 0) * powers).sum(1, keepdim=True)
+        scores = torch.where((ancestors & ~there) == 0, 0.0, float("-inf"))
+        counts = np.array([len(plan.parents) for plan in self._plans])
+        is_chain = np.array([plan.is_chain for plan in self._plans])
+        q = () if self._probs is None else (self._probs, probs_rows)
+        return Candidates(self._rows, counts, is_chain, False, token_ids, scores, parents, fed, *q)
+
+    def _make_levels(self) -> list[ShapeLevel]:
+        owners = np.repeat(np.arange(len(self._plans)), [plan.inner.shape[1] for plan in self._plans])
+        starts = np.array(self._starts)[owners]
+        _, depths, parents, ranks, bits, num_children = np.concatenate([plan.inner for plan in self._plans], 1)
+        places = np.argsort(depths, kind="stable")
+        sources = (starts + parents) * self._max_children + ranks
+        of_levels = np.split(places, np.cumsum(np.bincount(depths))[:-1])
+        # one array per level and column: kernels read the ancestor bits, and slices of one array would be unaligned
+        columns = iter(self._backend.upload([column for level in of_levels for column in (level, sources[level], bits[level])]))
+        return [
+            ShapeLevel(next(columns), next(columns), next(columns), owners=owners[level], num_children=num_children[level])
+            for level in of_levels
+        ]
