@@ -25,8 +25,9 @@ from titan.bench.draft_recipes import DraftRecipe, LoadedDraft, Models, check_sa
 from titan.bench.engine_run import BLOCK_SIZE, make_idle, num_blocks_for, run_first_steps, run_workload
 from titan.bench.hopeless_drafts import HalfHopelessDrafter, load_shuffled
 from titan.bench.loading import load_target
+from titan.bench.options import add_draft, add_target, bench_parser, model_options, parse, positive
 from titan.bench.prompts import prompt_stream
-from titan.bench.report import add_draft, add_target, bench_parser, count, measure_and_publish, model_options, parse, positive
+from titan.bench.report import count, measure_and_publish
 from titan.bench.runs import Run
 from titan.bench.samples import Sample
 from titan.bench.turns import Turns, in_rounds
@@ -120,7 +121,7 @@ class AdaptiveBench:
     def _make_drafter(self, engine: Engine) -> Drafter:
         args, draft = self.args, self.args.draft_model
         if args.hopeless and not self._drafts:
-            drafter = open_drafter(draft, engine.config.model, engine._draft_context())()
+            drafter = open_drafter(draft, engine.config.model, engine.draft_context())()
             if isinstance(drafter, DraftModelDrafter):
                 check_same_tokens(drafter, "--hopeless")
             shuffled = load_shuffled(draft, args.dtype, args.draft_weight_bits, self._backend, args.seed)
@@ -131,7 +132,7 @@ class AdaptiveBench:
             return drafter
         if not isinstance(drafter, DraftModelDrafter):
             raise ValueError(f"--mixed needs a draft model: --draft-model {draft} is none")
-        return HalfHopelessDrafter(draft, drafter.model, engine._draft_context(), drafter.vocabulary)
+        return HalfHopelessDrafter(draft, drafter.model, engine.draft_context(), drafter.vocabulary)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

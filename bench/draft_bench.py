@@ -11,9 +11,10 @@ from itertools import repeat
 from titan import LLM, SamplingParams
 from titan.bench.draft_recipes import DraftRecipe, Models
 from titan.bench.engine_run import BLOCK_SIZE, make_idle, num_blocks_for, profile_workload
+from titan.bench.options import add_target, bench_parser, model_options, positive
 from titan.bench.predict import DepthCounts
 from titan.bench.prompts import prompt_stream
-from titan.bench.report import add_target, bench_parser, format_label, model_options, positive
+from titan.bench.report import format_label
 from titan.bench.runs import Run, share_equal
 from titan.bench.samples import NO_DRAFT, Label, Sample
 from titan.bench.turns import Turns, error_line, in_rounds

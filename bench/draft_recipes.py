@@ -90,7 +90,7 @@ class DraftRecipe:
         Raises:
             ValueError: the draft cannot be used with this target.
         """
-        shared = engine._draft_context()
+        shared = engine.draft_context()
         context = replace(shared, max_draft_tokens=self.num_tokens, draft_tree=self.tree, draft_sampling=self.sampling)
         key = (self.model, self.bits)
         if key not in models:

@@ -21,8 +21,9 @@ from collections.abc import Sequence
 from titan.bench.draft_bench import QUICK, DraftBench, Setting, draft_parser, take_workloads
 from titan.bench.draft_recipes import DraftRecipe
 from titan.bench.draft_report import make_report
+from titan.bench.options import parse, positive
 from titan.bench.prompts import SOURCES, SYNTHETIC
-from titan.bench.report import measure_and_publish, parse, positive
+from titan.bench.report import measure_and_publish
 from titan.models.loader import DEMO, load_tokenizer, resolve_model
 
 DEMO_DRAFTS = ("demo", "demo,tokens=2", "demo,tree=dynamic,tokens=8", "demo,bits=4", "truncated:1", "ngram")

@@ -27,17 +27,8 @@ import torch
 
 from titan.bench.gpu import attention, ceilings, device_tests, end_to_end, sampling, splits
 from titan.bench.gpu.sections import Figures, Row, Section, Setting, run_isolated
-from titan.bench.report import (
-    Report,
-    Table,
-    bench_parser,
-    count,
-    figure_table,
-    format_label,
-    measure_and_publish,
-    parse,
-    positive,
-)
+from titan.bench.options import bench_parser, parse, positive
+from titan.bench.report import Report, Table, count, figure_table, format_label, measure_and_publish
 from titan.bench.samples import Label
 from titan.bench.turns import log
 from titan.bench.workloads import read_text

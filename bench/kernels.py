@@ -25,8 +25,9 @@ from typing import Any
 
 import torch
 
+from titan.bench.options import bench_parser, parse
 from titan.bench.provenance import machine_name
-from titan.bench.report import Report, bench_parser, count, figure_table, measure_and_publish, parse
+from titan.bench.report import Report, count, figure_table, measure_and_publish
 from titan.bench.samples import Row, Spread
 from titan.bench.turns import log
 from titan.models.loader import DEMO

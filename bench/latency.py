@@ -28,8 +28,9 @@ from titan import LLM
 from titan.bench.arrivals import TraceEntry, draw_arrivals, read_trace, read_variation
 from titan.bench.engine_run import make_idle, run_workload
 from titan.bench.latency_report import RATE, latency_report, load_figures
+from titan.bench.options import add_draft, add_target, bench_parser, model_options, parse, positive
 from titan.bench.prompts import prompt_stream
-from titan.bench.report import add_draft, add_target, bench_parser, measure_and_publish, model_options, parse, positive
+from titan.bench.report import measure_and_publish
 from titan.bench.runs import Run, latency_figures
 from titan.bench.samples import NO_DRAFT, Sample
 from titan.bench.turns import Turns, in_rounds

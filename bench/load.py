@@ -29,19 +29,8 @@ from titan.bench.engine_run import BLOCK_SIZE, make_idle, num_blocks_for, run_wo
 from titan.bench.latency import above_zero
 from titan.bench.load_scenarios import FIRST_SETTING, Figures, Load, Scenario, make_scenarios
 from titan.bench.loading import load_target
-from titan.bench.report import (
-    Report,
-    Table,
-    add_draft,
-    add_target,
-    bench_parser,
-    count,
-    figure_table,
-    measure_and_publish,
-    model_options,
-    parse,
-    positive,
-)
+from titan.bench.options import add_draft, add_target, bench_parser, model_options, parse, positive
+from titan.bench.report import Report, Table, count, figure_table, measure_and_publish
 from titan.bench.runs import Run
 from titan.bench.samples import Sample, make_rows, with_ratio
 from titan.bench.turns import Turns, in_rounds

@@ -38,7 +38,7 @@ class Load:
 
     Args:
         model: whose prompts they are.
-        model_options: how it is opened; see `titan.bench.report.model_options`.
+        model_options: how it is opened; see `titan.bench.options.model_options`.
         prompt_len: tokens of short prompts.
         output_len: tokens of outputs.
         max_len: positions of the model.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from titan.bench.report import model_options
+from titan.bench.options import model_options
 from titan.kernels.interfaces import Backend, Model
 from titan.models.decoder import Decoder
 from titan.models.files import ModelFiles

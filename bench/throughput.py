@@ -24,8 +24,9 @@ from functools import partial
 from titan.bench.engine_run import profile_workload
 from titan.bench.floor import floor_seconds
 from titan.bench.modes import MODES, PEERS, TITAN, TITAN_DRAFT, LoadedModes, RunMode, load_modes, modes_at, possible_modes
+from titan.bench.options import add_draft, add_target, bench_parser, model_options, parse, positive
 from titan.bench.prompts import prompt_stream
-from titan.bench.report import add_draft, add_target, bench_parser, count, measure_and_publish, model_options, parse, positive
+from titan.bench.report import count, measure_and_publish
 from titan.bench.runs import Run, latency_figures, share_equal
 from titan.bench.samples import Label, Sample
 from titan.bench.step_times import model_of

@@ -19,7 +19,8 @@ from titan.bench.charts import LineChart, figure_chart
 from titan.bench.draft_bench import QUICK, DraftBench, Setting, draft_parser, take_workloads
 from titan.bench.draft_recipes import DraftRecipe
 from titan.bench.draft_report import make_report
-from titan.bench.report import Report, measure_and_publish, parse, positive
+from titan.bench.options import parse, positive
+from titan.bench.report import Report, measure_and_publish
 from titan.bench.samples import NO_DRAFT, Row
 from titan.draft.draft_model import DraftModelDrafter
 from titan.models.loader import DEMO

@@ -34,7 +34,8 @@ from titan.bench.gpu.attention_batches import Case, Shape, make_case, uniform_sh
 from titan.bench.gpu.attention_kernels import titan
 from titan.bench.gpu.sections import Figures, Row, Setting, Task, run_tasks
 from titan.bench.gpu_check import choose_check_device
-from titan.bench.report import Report, bench_parser, count, figure_table, measure_and_publish, parse
+from titan.bench.options import bench_parser, parse
+from titan.bench.report import Report, count, figure_table, measure_and_publish
 from titan.bench.turns import log
 from titan.bench.workloads import read_text
 from titan.kernels.triton import tuning

@@ -188,7 +188,7 @@ def make_meta_engine(zoo: Zoo, device: Device, name: str = "llama", draft_vocab_
         EngineConfig.of(**{"prefill_chunk_size": 16, "num_kv_blocks": 60, "speculation": "fixed"} | options), target, backend=device
     )
     if engine.config.speculation.speculation != "off":
-        engine.swap_draft(DraftModelDrafter("draft", draft, engine._draft_context()))
+        engine.swap_draft(DraftModelDrafter("draft", draft, engine.draft_context()))
     return engine
 
 

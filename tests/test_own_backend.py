@@ -142,7 +142,7 @@ def test_a_model_with_a_trait_of_its_own_takes_the_general_path(back_end: str, z
 
     config = EngineConfig.of(num_kv_blocks=40, speculation="fixed", max_draft_tokens=4, draft_tree=[-1, -1, 0, 1])
     engine = Engine(config, GeluDecoder(path, backend), backend=backend)
-    engine.swap_draft(DraftModelDrafter("gelu", GeluDecoder(path, backend), engine._draft_context()))
+    engine.swap_draft(DraftModelDrafter("gelu", GeluDecoder(path, backend), engine.draft_context()))
     assert isinstance(engine.drafter, DraftModelDrafter)
     assert type(engine.runner) is type(engine.drafter.runner) is TorchRunner
     prompts, params = [[5, 9, 3], [7] * 9], [greedy(6, ignore_eos=True)] * 2

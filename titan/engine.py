@@ -428,10 +428,34 @@ class Engine:
             speculation=None if self.adaptive is None else self.adaptive.metrics(mean_draft_tokens),
         )
 
+    def draft_context(self) -> DraftContext:
+        """Return what a drafter for this engine is told of it."""
+        config, backend, limits, passes = self.config, self.backend, self._pass_limits, self.passes
+
+        def prepare(model: Model, kv: KVTensor, specs: Sequence[GrowthSpec], num_proposable: int) -> Runner:
+            # without the engine, which would be in a reference cycle, and keep its memory until the collector runs
+            runner = backend.prepare(model, kv, limits, passes)
+            _warm_up(config, runner.warm_up(specs, num_proposable))
+            return runner
+
+        return DraftContext(
+            target_vocab_size=self.model_config.vocab_size,
+            max_draft_tokens=config.speculation.max_draft_tokens,
+            draft_tree=config.speculation.draft_tree,
+            draft_sampling=config.speculation.draft_sampling,
+            is_adaptive=config.speculation.speculation == "adaptive",
+            max_num_batched_tokens=config.schedule.max_num_batched_tokens,
+            dtype=str(config.model.draft_dtype or dtype_name(self.dtype)),
+            kv_cache_dtype=config.memory.draft_kv_cache_dtype,
+            backend=backend,
+            prepare=prepare,
+            tokenizer=self._tokenizer,
+        )
+
     def _open_drafter(self, draft: DraftSpec) -> Callable[[], Drafter]:
         if isinstance(draft, CachingDrafter) and draft.kv is not None:
             self._claims.check("draft_model", draft)
-        return open_drafter(draft, self.config.model, self._draft_context())
+        return open_drafter(draft, self.config.model, self.draft_context())
 
     def _use_drafter(self, drafter: Drafter, num_swapped: int, requests: Sequence[Request]) -> None:
         """Propose with a drafter from now on; whatever raises, the current one stays, but the swap space may be empty then.
@@ -503,29 +527,6 @@ class Engine:
         """Tell what becomes of preempted requests from what the target's passes take, once they have been measured."""
         if self._profiler.target is not None:
             self.scheduler.swap_rule.pass_s = self._profiler.target.predict  # of the first time, but followed
-
-    def _draft_context(self) -> DraftContext:
-        config, backend, limits, passes = self.config, self.backend, self._pass_limits, self.passes
-
-        def prepare(model: Model, kv: KVTensor, specs: Sequence[GrowthSpec], num_proposable: int) -> Runner:
-            # without the engine, which would be in a reference cycle, and keep its memory until the collector runs
-            runner = backend.prepare(model, kv, limits, passes)
-            _warm_up(config, runner.warm_up(specs, num_proposable))
-            return runner
-
-        return DraftContext(
-            target_vocab_size=self.model_config.vocab_size,
-            max_draft_tokens=config.speculation.max_draft_tokens,
-            draft_tree=config.speculation.draft_tree,
-            draft_sampling=config.speculation.draft_sampling,
-            is_adaptive=config.speculation.speculation == "adaptive",
-            max_num_batched_tokens=config.schedule.max_num_batched_tokens,
-            dtype=str(config.model.draft_dtype or dtype_name(self.dtype)),
-            kv_cache_dtype=config.memory.draft_kv_cache_dtype,
-            backend=backend,
-            prepare=prepare,
-            tokenizer=self._tokenizer,
-        )
 
 
 def _warm_up(config: EngineConfig, passes: Sequence[WarmUp]) -> None:

@@ -25,8 +25,9 @@ from triton.runtime.jit import JITFunction
 
 from titan.bench.engine_run import make_requests
 from titan.bench.gpu import random_models
+from titan.bench.options import bench_parser, parse, positive
 from titan.bench.prompts import random_prompts
-from titan.bench.report import Report, bench_parser, figure_table, measure_and_publish, parse, positive
+from titan.bench.report import Report, figure_table, measure_and_publish
 from titan.bench.samples import Row, Spread
 from titan.bench.workloads import Lengths, take_workload
 from titan.core.options import EngineConfig

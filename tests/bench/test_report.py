@@ -15,8 +15,9 @@ import pytest
 
 from titan.bench import report as report_module
 from titan.bench.charts import COLORS, LineChart, Series, figure_chart, render_chart
+from titan.bench.options import add_draft, add_target, bench_parser, parse
 from titan.bench.provenance import describe_checkout, describe_model
-from titan.bench.report import Report, add_draft, add_target, bench_parser, figure_table, measure_and_publish, parse, table_lines
+from titan.bench.report import Report, figure_table, measure_and_publish, table_lines
 from titan.bench.samples import Row, Sample, Spread, make_rows
 
 ROWS = make_rows(Sample({"mode": "<one>", "at once": 8}, i, {"tokens/s": value}) for i, value in enumerate((1.0, 1.5, 2.0)))

@@ -249,7 +249,7 @@ def test_some_are_reviewed_while_others_draft(zoo: Zoo, monkeypatch: pytest.Monk
     Machine(monkeypatch, {0: 0.05}, target=lambda rows: 1.0 + 0.05 * rows)
     engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **AMPLE | {"speculation": "adaptive", "draft_tree": "auto"})
     assert isinstance(engine.drafter, DraftModelDrafter)
-    engine.swap_draft(HalfHopelessDrafter("half", engine.drafter.model, engine._draft_context()))
+    engine.swap_draft(HalfHopelessDrafter("half", engine.drafter.model, engine.draft_context()))
     auditor, seen = Auditor(zoo, engine, "llama"), list[tuple[bool, bool]]()
     engine.observers.append(lambda plan, _: seen.append((any(plan.draft_budgets), bool(plan.reviews))))
     requests = submit(engine, PROMPTS, [greedy(90, ignore_eos=True)] * len(PROMPTS))

@@ -13,8 +13,8 @@ from zoo import random_prompts
 
 from titan import LLM
 from titan.bench.latency import parse_arguments
+from titan.bench.options import model_options
 from titan.bench.prompts import prompt_stream
-from titan.bench.report import model_options
 from titan.bench.workloads import Lengths
 
 CONFIGURATION = """
