@@ -118,7 +118,7 @@ def choose_weight_bits(bits: int | str | None, config: ModelConfig, dtype: torch
     Raises:
         ValueError: 8 bits are asked for by number, and nothing would read them in less time.
     """
-    allowed = "allowed are 'auto', None, and 8 in bfloat16, or on a CPU with AVX2 or AVX-512 in float32"
+    allowed = "allowed are 'auto', None, and 8 on a GPU in bfloat16, or on a CPU with AVX2 or AVX-512 in float32 and bfloat16"
     if bits is None:
         return None
     if not isinstance(config, DecoderConfig):

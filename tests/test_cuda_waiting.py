@@ -182,8 +182,8 @@ def make_meta_engine(zoo: Zoo, device: Device, name: str = "llama", draft_vocab_
         configs[1] = replace(configs[1], vocab_size=draft_vocab_size)
     dtypes = torch.bfloat16, options.pop("draft_dtype", torch.bfloat16)
     target, draft = (Decoder(config, dtype=dtype, backend=device) for config, dtype in zip(configs, dtypes, strict=True))
-    for decoder in (target, draft):
-        decoder.prepare(pack=False)
+    target.prepare()
+    draft.prepare(weight_bits=options.pop("draft_weight_bits", None))
     engine = Engine(
         EngineConfig.of(**{"prefill_chunk_size": 16, "num_kv_blocks": 60, "speculation": "fixed"} | options), target, backend=device
     )
@@ -300,10 +300,11 @@ SERVED: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"draft_tree": "dynamic", "draft_sampling": "sampled"}),
     ("llama", {"draft_tree": "dynamic", "draft_sampling": "greedy", "max_draft_tokens": 32, "prefill_chunk_size": 40}),
     ("llama", {"draft_tree": [-1, -1, 0, 0, 1], "max_draft_tokens": 5, "draft_dtype": torch.float16}),
-    ("llama", {"draft_tree": "auto", "draft_dtype": torch.bfloat16, "draft_weight_bits": 8}),
     *(("llama", {"draft_tree": "dynamic", "draft_vocab_size": size}) for size in (VOCAB_SIZE - 5, VOCAB_SIZE + 3)),
     ("llama", {"speculation": "off"}),
     ("qwen3", {"draft_tree": "chain", "draft_sampling": "greedy"}),  # with as many KV heads as query heads
+    ("llama", {"draft_tree": "dynamic", "draft_vocab_size": 91, "draft_weight_bits": 8, "max_batch_size": 8}),  # a head of its own
+    ("llama", {"draft_tree": "dynamic", "max_batch_size": 1}),
 ]
 
 
@@ -322,7 +323,7 @@ def test_nothing_is_compiled_or_recorded_while_an_engine_serves(
     monkeypatch.setattr(type(_walk_kernel), "run", lambda kernel, *args, **options: kernels.run(kernel, *args, **options))
     monkeypatch.setattr("titan.kernels.triton.cuda_graphs.CHUNKED_TOKENS", chunked_tokens)
     device._capture = lambda: lambda passes: (captures.append(passes), capture_in_name(passes))[1]
-    engine = make_meta_engine(zoo, device, model, max_batch_size=20, **({"max_draft_tokens": 12} | options))
+    engine = make_meta_engine(zoo, device, model, **({"max_batch_size": 20, "max_draft_tokens": 12} | options))
     warm, num_captures = set(kernels.found), len(captures)
     assert engine.passes == PassCounts() and not engine.runner.kv.groups[0].is_inference()
     kernels.found.clear()

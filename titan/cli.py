@@ -221,8 +221,8 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         "--draft-weight-bits",
         type=weight_bits_of,
         default="auto",
-        help="8: round the draft's matrices, which a CPU with AVX2 or AVX-512 reads in less time; none: leave them as they are; "
-        "auto: 8 where it is faster (default)",
+        help="8: round the draft's matrices, which a CPU with AVX2 or AVX-512, or a GPU in bfloat16, reads in less time; none: "
+        "leave them as they are; auto: 8 where it is faster (default)",
     )
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
     add("--num-threads", type=int, help="of a CPU (default: one per physical core)")

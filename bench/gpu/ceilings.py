@@ -77,7 +77,7 @@ def measure_product(name: str, num_rows: int, bits: int, setting: Setting) -> Fi
 
 
 def make_product_tasks(setting: Setting) -> Sequence[Task]:
-    """All weights with each number of rows in turn; with 8 bits, few rows, of which the kernels read these."""
+    """All weights with each number of rows in turn; with 8 bits, only as many rows as the kernels read codes for."""
     runs = [(name, rows, bits) for rows in NUM_ROWS for bits in (16, 8) for name in WEIGHTS if bits == 16 or rows <= max(TILINGS)]
     return [Task({"weight": run[0], "rows": run[1], "bits": run[2]}, partial(measure_product, *run, setting), 2) for run in runs]
 

@@ -31,7 +31,8 @@ FEW_REQUESTS = 64
 """Requests that such passes are padded to; where there are more, to the most that there may be."""
 
 MAX_FREE_TOKENS = 64
-"""Tokens up to which padding is free: by arithmetic, such a pass waits for the weights as long as one of a single token does."""
+"""Tokens up to which padding is free: by arithmetic, such a pass waits for the weights as long as one of a single token does, but
+for a draft's of 8 bits."""
 
 
 class PassSize(NamedTuple):
@@ -45,9 +46,9 @@ class PassSize(NamedTuple):
 class GraphSizes:
     """The sizes that passes are padded to.
 
-    Requests are padded by at most a quarter, or to a small number; the longest query to 1, 8, 64 or the limit, as it only decides
-    how attention is tiled; tokens to a number per request, or in a small pass to that of the longest query. With a prefill chunk, a
-    query longer than the limit, any query may have all tokens of the pass.
+    Requests are padded by at most a quarter, or to a small number; the longest query to 1, 2 (a draft is fed one or two tokens
+    before it grows trees), 8, 64 or the limit, as it mostly decides how attention is tiled; tokens to a number per request, or in a
+    small pass to that of the longest query. With a prefill chunk, a query longer than the limit, any query may have all tokens.
 
     Args:
         limits: of the passes.
@@ -55,7 +56,7 @@ class GraphSizes:
 
     def __init__(self, limits: PassLimits) -> None:
         self.request_counts = _ladder(limits.num_requests, [1, 2, 4, 8, 16, 24, 32])
-        self.query_lens = _ladder(limits.query_len, [1, 8, 64])
+        self.query_lens = _ladder(limits.query_len, [1, 2, 8, 64])
         self.tokens_per_request = _ladder(limits.query_len, [1, 2, 3, 4, 5, 6, 8, 16, 32, 64])
         self._chunked_requests = sorted({min(FEW_REQUESTS, limits.num_requests), limits.num_requests})
         # those from the limit on are one; without small passes there are none

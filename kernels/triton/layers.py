@@ -8,6 +8,7 @@ Legend: T query tokens, R requests, padded ones included.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -55,8 +56,12 @@ class TritonOps:
                 f"{'.'.join(map(str, MIN_CAPABILITY))} or more; device='cpu' runs without"
             )
 
-        self.packs_8_bits = dtype == torch.bfloat16
-        self._arrivals = torch.zeros(NUM_PROGRAMS, dtype=torch.int32, device=device)
+        self.packs_8_bits, self._device = dtype == torch.bfloat16, device
+
+    @cached_property
+    def _arrivals(self) -> Tensor:
+        """Made by the first product that needs it, which is none that is captured."""
+        return torch.zeros(NUM_PROGRAMS, dtype=torch.int32, device=self._device)
 
     def pack(self, weight: Tensor, bits: int | None = None) -> Tensor:
         return weight if bits is None or is_short(weight) else pack_short(weight)

@@ -19,6 +19,7 @@ from titan.kernels.triton.attention_plan import MAX_REQUESTS, AttentionGeometry
 from titan.kernels.triton.cuda_graphs import Capture, GraphSizes, PassSize, Replays
 from titan.kernels.triton.draft_chain import DraftChains
 from titan.kernels.triton.pass_inputs import BlockTables, StaticInputs, short_query_len, size_of, upload_inputs, upload_rows
+from titan.kernels.triton.short_weights import TILINGS
 from titan.kernels.triton.tuning import TileConfig
 from titan.kernels.triton.warm_up import choose_idle_children, idle_batch
 
@@ -100,7 +101,9 @@ class TritonRunner:
         Passes with prefill chunks are captured last: memory may be short, and most passes are decodes.
         """
         idle = partial(idle_batch, block_size=self.kv.block_size)
-        passes: list[WarmUp] = [partial(self._padded_hidden_states, idle([1]), size) for size in self._sizes.without_chunks()]
+        sizes = self._sizes.without_chunks()
+        passes: list[WarmUp] = [partial(self._padded_logits, idle([1]), size) for size in sizes[:1]]
+        passes += [partial(self._padded_hidden_states, idle([1]), size) for size in sizes[1:]]
         if specs:
             passes += self._chains.warm_up(specs, vocab_size)
             counts = {spec.num_children for spec in specs if isinstance(spec, BeamSpec)}
@@ -126,6 +129,12 @@ class TritonRunner:
     def _warm_up_chunks(self, batch: RaggedBatch, size: PassSize) -> None:
         if not self._replays.lacks(size):
             self._padded_hidden_states(batch, size)
+
+    def _padded_logits(self, batch: RaggedBatch, size: PassSize) -> None:
+        """Run a pass, and the output head, which is not part of its graph, for as many rows as products are compiled for."""
+        hidden = self._padded_hidden_states(batch, size)
+        for rows in TILINGS:
+            self.model.logits(hidden[:rows])
 
     def _choose_idly(self, counts: set[int], vocab_size: int) -> None:
         """Choose children of nodes as growth does that is no graph, so many of a beam's, and as reviews do."""

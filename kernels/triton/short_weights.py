@@ -22,13 +22,16 @@ from titan.kernels.triton.tools import INTERPRETED, dot, narrow, require, requir
 STEP = 16
 """Bytes; a row has as many codes as its inputs, and zeros up to a multiple of it."""
 ALIGNMENT = 128
-"""Bytes; a row is as long as a multiple of it."""
+"""Bytes; the length of a row is a multiple of it."""
 
 LARGEST_EXPONENT, LEAST_SCALE = 8, -100
 """Of the largest code of a row, at most 2 ** 8; and of a row's scale, so that bfloat16 holds the least number of codes times it."""
 
-PACKED_ROWS = 4096
-"""Rows that are packed together, lest the packing of a large weight take much memory."""
+LARGEST = 1.875 * 2.0**127
+"""Largest number of bfloat16 with 3 bits of mantissa, to which larger ones are rounded."""
+
+NUM_PACKED = 2**24
+"""Numbers that are packed together, about, lest the packing of a large weight take much memory."""
 
 
 class Tiling(NamedTuple):
@@ -63,9 +66,9 @@ def pack_short(weight: Tensor) -> Tensor:
     """Round a weight to 8 bits each: [N, K], any dtype of a model -> int8 [N, `packed_size`]. Its first rows are a weight, too."""
     num_inputs = weight.shape[1]
     packed = torch.zeros(len(weight), packed_size(num_inputs), dtype=torch.int8, device=weight.device)
-    depth = _depth(num_inputs)
-    for rows, places in zip(weight.split(PACKED_ROWS), packed.split(PACKED_ROWS), strict=True):
-        wide = rows.float()
+    depth, num_rows = _depth(num_inputs), max(1, NUM_PACKED // num_inputs)
+    for rows, places in zip(weight.split(num_rows), packed.split(num_rows), strict=True):
+        wide = rows.float().clamp(-LARGEST, LARGEST)
         _, exponents = torch.frexp(wide.abs().amax(1))
         exponents = (exponents - LARGEST_EXPONENT).clamp_min(LEAST_SCALE)
         codes = torch.ldexp(wide, -exponents[:, None]).to(torch.float8_e4m3fn)

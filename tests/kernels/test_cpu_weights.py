@@ -265,3 +265,21 @@ def test_whole_pages_inside_the_area_are_asked_for_and_keep_their_contents(offse
     assert [each.args for each in madvise.call_args_list] == [(start, length, each) for each in advice]
     assert address <= start < address + mmap.PAGESIZE and start % mmap.PAGESIZE == 0
     assert length % mmap.PAGESIZE == 0 and 0 <= address + num_bytes - (start + length) < mmap.PAGESIZE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_are_rounded_to_the_nearest_with_3_bits_of_mantissa(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(300, 70, generator=generator) * torch.logspace(-30, 30, 70)
+    weight[0, :4], weight[1, :3] = torch.tensor([0.0, -0.0, 1 + 2**-4, 1 + 3 * 2**-4]), torch.finfo(torch.bfloat16).max
+    weight = weight.to(dtype)
+    mantissas, exponents = np.frexp(weight.bfloat16().double().numpy())
+    expected = torch.from_numpy(np.ldexp(np.round(mantissas * 16) / 16, exponents))  # which rounds half to even, as well
+    expected[1, :3] = 1.875 * 2.0**127  # the largest there is
+    rounded = weight.clone()
+    round_to_8_bits(rounded)
+    assert rounded.dtype == dtype and torch.equal(rounded.double(), expected)
+    assert torch.equal(rounded.signbit(), weight.signbit())
+    again = rounded.clone()
+    round_to_8_bits(again)
+    assert torch.equal(again, rounded)

@@ -8,7 +8,8 @@ import torch
 from interpreted import DEVICE
 from torch import Tensor
 
-from titan.kernels.triton.short_weights import NUM_PROGRAMS, is_short, numbers, pack_short, packed_size, short_linear
+from titan.kernels.triton import short_weights
+from titan.kernels.triton.short_weights import is_short, numbers, pack_short, packed_size, short_linear
 
 EPS = torch.finfo(torch.bfloat16).eps
 
@@ -18,7 +19,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def arrivals() -> Tensor:
-    return torch.zeros(NUM_PROGRAMS, dtype=torch.int32, device=DEVICE)
+    return torch.zeros(short_weights.NUM_PROGRAMS, dtype=torch.int32, device=DEVICE)
 
 
 def nearest(weight: Tensor) -> Tensor:
@@ -40,7 +41,7 @@ def test_numbers_are_rounded_to_the_nearest_of_their_row(dtype: torch.dtype) -> 
     assert is_short(packed) and packed.shape == (90, packed_size(70)) == (90, 256)
     assert torch.equal(weight, before) and not is_short(weight)
     expected = nearest(weight)
-    expected[2, :2] = 2.0**128  # in float32: infinite
+    expected[2, :2] = 1.875 * 2.0**127  # the largest there is
     assert torch.equal(numbers(packed, 70).double().cpu(), expected.float().double())
     largest = packed[1:, 160:230].view(torch.float8_e4m3fn).float().abs().amax(1)
     assert largest.min() >= 128 and largest.max() <= 256
@@ -71,6 +72,19 @@ def test_products_are_those_of_the_rounded_weight(num_rows: int, num_outputs: in
     assert (output.double() - exact).norm() <= 0.6 * EPS * exact.norm()
     assert torch.equal(short_linear(x, packed[: num_outputs // 2], None if bias is None else bias[: num_outputs // 2], counts),
                        output[:, : num_outputs // 2])  # fmt: skip
+
+
+@pytest.mark.parametrize("num_rows", [3, 12])
+@pytest.mark.parametrize(
+    ("num_outputs", "num_inputs", "num_programs"), [(96, 1600, 6), (64, 1024, 2), (64, 1024, 6), (64, 2048, 4), (64, 2048, 264)]
+)
+def test_parts_of_several_tiles_add_up(
+    num_rows: int, num_outputs: int, num_inputs: int, num_programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(short_weights, "NUM_PROGRAMS", num_programs)
+    packed, x = pack_short(random(num_outputs, num_inputs)), random(num_rows, num_inputs, seed=1).bfloat16()
+    exact = x.double() @ numbers(packed, num_inputs).double().T
+    assert (short_linear(x, packed, None, arrivals()).double() - exact).norm() <= 0.6 * EPS * exact.norm()
 
 
 def test_a_row_with_nan_spoils_no_other() -> None:
