@@ -17,6 +17,7 @@ ROOMS = ["draft", "verify", "kernels", "bench"]  # top-level folders, imported a
 ORDER = [
     {"titan.core"},
     {"titan.kernels.interfaces"},
+    {"titan.kernels.beam_growth", "titan.kernels.shape_growth"},
     {"titan.kernels.growth", "titan.kernels.tree_places"},
     {"titan.kernels.torch"},
     {"titan.kernels.cpu", "titan.kernels.triton"},

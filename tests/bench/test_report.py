@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from titan.bench import report as report_module
 from titan.bench.charts import COLORS, LineChart, Series, figure_chart, render_chart
 from titan.bench.options import add_draft, add_target, bench_parser, parse
 from titan.bench.provenance import describe_checkout, describe_model
@@ -115,7 +114,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
         with pytest.raises(SystemExit):
             options(tmp_path, "--json", str(path))
         assert f"{path} is not allowed: it is a folder, or {path if path == tmp_path else path.parent}" in capsys.readouterr().err
-    monkeypatch.setattr(report_module, "find_spec", lambda _: None)
+    monkeypatch.setattr("titan.bench.options.find_spec", lambda _: None)
     with pytest.raises(SystemExit):
         options(tmp_path)
     assert "--html needs matplotlib: pip install 'titan-spec[bench]'" in capsys.readouterr().err
