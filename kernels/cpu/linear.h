@@ -22,6 +22,20 @@ constexpr int kBitsOf = 0;
 template <int Bits>
 constexpr int kBitsOf<Codes<Bits>> = Bits;
 
+// Write sums [num_vectors, num_rows] of outputs from `first` on, with bias and residual stream. Not inline: for each number of rows and
+// blocks, it would take the compiler longer than the products.
+template <typename T>
+[[gnu::noinline]] void write_strip(const Lanes* sums, int num_vectors, int num_rows, const Weight& weight, int64_t first, const T* residual,
+                                   T* output) {
+  const T* bias = static_cast<const T*>(weight.bias);
+  for (int v = 0; v < num_vectors; ++v, first += kLanes) {
+    for (int row = 0; row < num_rows; ++row) {
+      const int64_t place = row * weight.num_outputs + first;
+      write_sums(*sums++, weight.num_outputs - first, bias ? bias + first : nullptr, residual ? residual + place : nullptr, output + place);
+    }
+  }
+}
+
 // Multiply M rows with B blocks of the weight.
 template <typename T, typename X, typename Packed, int M, int B>
 void multiply_strip(const Weight& weight, const X* x, int64_t stride, int64_t block, const X* decoded, const T* residual, T* output) {
@@ -31,14 +45,7 @@ void multiply_strip(const Weight& weight, const X* x, int64_t stride, int64_t bl
     multiply_codes<M, B, kBitsOf<Packed>>(x, stride, weight, block, decoded, depth, sums);
   else
     multiply_blocks<M, B>(x, stride, static_cast<const Packed*>(weight.data) + block * kBlock * depth, depth, sums);
-  const T* bias = static_cast<const T*>(weight.bias);
-  for (int v = 0; v < B * kParts; ++v) {
-    const int64_t first = block * kBlock + v * kLanes, count = weight.num_outputs - first;
-    for (int row = 0; row < M; ++row) {
-      const int64_t place = row * weight.num_outputs + first;
-      write_sums(sums[v][row], count, bias ? bias + first : nullptr, residual ? residual + place : nullptr, output + place);
-    }
-  }
+  write_strip(sums[0], B * kParts, M, weight, block * kBlock, residual, output);
 }
 
 // From so many rows on, decoding a strip once takes less time than for each group of rows, if it then stays in the L2 cache.
