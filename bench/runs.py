@@ -53,7 +53,7 @@ class Run:
         return {"tokens/s": self.num_tokens / self.seconds, "requests/s": len(self.requests) / self.seconds}
 
 
-def latency_figures(requests: Sequence[RequestRun], percents: Sequence[int] = (50, 90, 99)) -> dict[str, float]:
+def latency_figures(requests: Sequence[RequestRun]) -> dict[str, float]:
     """Percentiles over the requests in milliseconds, interpolated between the two nearest, as "latency P50, ms" and so on."""
     kinds: dict[str, list[float | None]] = {
         "latency": [request.latency for request in requests],
@@ -64,7 +64,7 @@ def latency_figures(requests: Sequence[RequestRun], percents: Sequence[int] = (5
         f"{kind} P{percent}, ms": 1e3 * float(np.percentile(known, percent))
         for kind, values in kinds.items()
         if (known := [value for value in values if value is not None])
-        for percent in percents
+        for percent in (50, 90, 99)
     }
 
 

@@ -12,10 +12,11 @@ from hypothesis import HealthCheck, is_hypothesis_test, settings
 if not torch.cuda.is_available():  # read once, when triton is first imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from back_ends import BACK_ENDS, make_back_end
+from back_ends import BACK_ENDS, KINDS, make_back_end
 from quick_interpreter import make_quick
 from zoo import Zoo
 
+from titan.kernels.cpu.library import load_library
 from titan.kernels.interfaces import Backend
 from titan.kernels.triton.tools import INTERPRETED
 
@@ -31,6 +32,7 @@ LONG = (
     *("test_chains_are_those_that_pytorch_grows", "test_an_engine_grows_its_chains_in_graphs"),
     *("growth_ends_early_where_the_host_can_look[triton]", "own_logprobs[triton"),
     *("left_on_the_device", "measures_kernels_and_the_host", "products_and_sampling_run", "what_ends_a_process_or_its_device"),
+    "the_environment_says[native]",
     *("no_paths-presence", "no_paths-repetition", "[x86-64 without AVX]"),
     *("triton-beside one that ends before", "triton-in the middle", "triton-latents-dtype1"),
     *("parents-looking back", "prefix_hits_and_preemption[llama-parents", "[qwen3-chain-greedy-False]"),
@@ -64,6 +66,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.cls.settings = SOAK  # of a state machine
             else:
                 test._hypothesis_internal_use_settings = SOAK  # a second @settings is refused
+
+
+@pytest.hookimpl(tryfirst=True)  # before the tests are shared out
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Of several workers, let each compile some of the kinds that tests name, before any begins; else all compile the same ones."""
+    worker = getattr(session.config, "workerinput", None)
+    if worker is not None:
+        calls = [each.callspec for each in session.items if hasattr(each, "callspec")]
+        named = {value for call in calls for value in call.params.values() if isinstance(value, str)}
+        kinds = [kind for name, kind in KINDS.items() if name in named]
+        for kind in kinds[int(worker["workerid"].removeprefix("gw")) :: worker["workercount"]]:
+            load_library(kind)
 
 
 @pytest.fixture(scope="session", autouse=True)

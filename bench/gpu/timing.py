@@ -62,15 +62,15 @@ def busy_seconds(work: Work, device: torch.device) -> float | None:
     return covered_seconds(events, MAX_GRAPH_GAP)
 
 
-def heaviest(work: Work, device: torch.device, num_steps: int, count: int = 12) -> dict[str, float]:
-    """What takes the most of steps, by name and "us/step": kernels of the device; operators of the host without their callees."""
+def heaviest(work: Work, device: torch.device, num_steps: int) -> dict[str, float]:
+    """The heaviest twelve of steps, by name and "us/step": kernels of the device; operators of the host without their callees."""
     times: dict[str, dict[str, float]] = {"device": {}, "host": {}}
     for each in _profiled(work, device, torch.profiler.ProfilerActivity.CPU).key_averages():
         if each.device_type == DeviceType.CUDA and not each.is_user_annotation:
             times["device"][each.key] = each.self_device_time_total / num_steps
         elif each.device_type == DeviceType.CPU:
             times["host"][each.key] = each.self_cpu_time_total / num_steps
-    largest = {kind: sorted(found.items(), key=itemgetter(1), reverse=True)[:count] for kind, found in times.items()}
+    largest = {kind: sorted(found.items(), key=itemgetter(1), reverse=True)[:12] for kind, found in times.items()}
     return {f"{kind}, us/step: {name}": microseconds for kind, found in largest.items() for name, microseconds in found}
 
 

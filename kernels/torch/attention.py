@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan.core.arrays import Ints
 from titan.core.attention import AttentionSpec, Chunk, Window, visible_slots
 from titan.core.batch import AttentionLayout
 from titan.kernels.torch.quantised_kv import dequantise
@@ -29,17 +28,16 @@ class RequestQuery:
     visible: Mapping[Window, Tensor | None]  # bool [query, seq_len]; None: plain causal; the queries are the whole sequence
 
 
-def plan_requests(layout: AttentionLayout, requests: Ints, windows: Sequence[Window], device: torch.device) -> list[RequestQuery]:
-    """Plan the attention of some requests of a batch.
+def plan_requests(layout: AttentionLayout, windows: Sequence[Window], device: torch.device) -> list[RequestQuery]:
+    """Plan the attention of the requests of a batch.
 
     Args:
         layout: the batch.
-        requests: their indices.
         windows: distinct windows of the layers.
         device: of the model.
     """
     planned = []
-    for i in requests.tolist():
+    for i in range(len(layout.seq_lens)):
         first, last, seq_len = (int(n) for n in (layout.query_start_loc[i], layout.query_start_loc[i + 1], layout.seq_lens[i]))
         is_causal = last - first == seq_len and not layout.ancestor_bits[first:last].any()
         visible = {

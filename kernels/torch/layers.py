@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -42,7 +41,7 @@ class TorchOps:
         return F.linear(x, weight, bias)
 
     def plan_attention(self, layout: AttentionLayout, windows: Sequence[Window]) -> Any:
-        return plan_requests(layout, np.arange(len(layout.seq_lens)), windows, self.device)
+        return plan_requests(layout, windows, self.device)
 
     def tree_attention(self, q: Tensor, kv_layer: Tensor, plan: Any, spec: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
         return torch.cat([attend(q[query.rows], kv_layer, query, spec, sinks) for query in plan])
