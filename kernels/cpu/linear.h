@@ -49,7 +49,9 @@ void multiply_strip(const Weight& weight, const X* x, int64_t stride, int64_t bl
 }
 
 // From so many rows on, decoding a strip once takes less time than for each group of rows, if it then stays in the L2 cache.
-constexpr int64_t kDecodedRows = kLanes == 16 ? 64 : 32, kDecodedBytes = 1 << (kLanes == 16 ? 20 : 18);
+template <typename X>
+constexpr int64_t kDecodedRows = kLanes < 16 ? 32 : kPair<X> == 2 ? 128 : 64;
+constexpr int64_t kDecodedBytes = 1 << (kLanes == 16 ? 20 : 18);
 
 // Number of rows that are multiplied together: groups are of nearly equal size, unless a row alone behind full ones takes more blocks.
 constexpr int64_t group_rows_of(int64_t num_rows) {
@@ -66,7 +68,7 @@ void multiply_by_vectors(Member& member, const Weight& weight, const X* x, int64
     const int64_t begin = strip * most, end = std::min(begin + most, num_blocks);
     const X* decoded = nullptr;
     if constexpr (kBitsOf<Packed> > 0) {
-      if (num_rows >= kDecodedRows && most * kBlock * depth * int64_t{sizeof(X)} <= kDecodedBytes)
+      if (num_rows >= kDecodedRows<X> && most * kBlock * depth * int64_t{sizeof(X)} <= kDecodedBytes)
         decoded = decode_blocks<kBitsOf<Packed>, X>(weight, begin, end, depth);
     }
     for (int64_t first = 0; first < num_rows; first += group_rows) {
