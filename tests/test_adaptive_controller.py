@@ -262,6 +262,19 @@ def test_a_node_costs_what_it_does_on_this_side_of_a_step(acceptance: float, num
     assert found.node_seconds < 1e-4
 
 
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=str)
+def test_the_best_depth_is_found_beyond_one_that_is_worse(machine: Machine, n: int) -> None:
+    """Where the target's curve has a step, three nodes may be worse than two, and five better than both."""
+    costs = controller_of(machine).costs
+    costs.host.note(n, 0, machine.host(n, 0))
+    prices = Prices(Load([Candidate(AcceptanceCounts(), 6, 1, 256, True)] * n, n, 128 * n), costs)
+    for acceptance in (0.5, 0.8, 0.9, 0.95):
+        values = [sum(acceptance**d for d in range(1, depth + 1)) for depth in range(7)]
+        rates = [n * (1 + values[depth]) / prices.step(n, depth, n * depth, n * depth) for depth in range(1, 7)]
+        assert best([acceptance] * n, prices).on_rate >= (1 - 1e-9) * max(rates)
+
+
 @pytest.mark.parametrize(("n", "most"), [(1, 40), (2, 30), (8, 20)])
 def test_plans_may_be_as_deep_as_the_cap(n: int, most: int) -> None:
     """Of a drafter without passes that is nearly always right, where the target's further rows cost next to nothing."""
@@ -373,6 +386,14 @@ def test_comparisons_are_fewer_where_they_take_long_and_there_is_evidence(second
     assert standing.num_left == num_steps
 
 
+def test_one_comparison_that_was_held_up_hardly_makes_later_ones_fewer() -> None:
+    standing, (load, *_) = Standing(), four_requests()
+    for seconds in [1e-3] * 20 + [60.0]:
+        standing.note_comparison(seconds)
+    standing.renew(load, False, False, 0, 1.0)
+    assert standing.num_left == 32
+
+
 def test_an_optimum_stands_for_as_many_steps_that_draft_if_there_is_no_room_in_the_first() -> None:
     """The first drafts of all may be held up, which those behind them show; reviews do not say what drafting costs the host."""
     num_steps = Counter[bool]()
@@ -418,6 +439,20 @@ def test_drafts_that_did_not_come_are_not_repeated() -> None:
     controller.observe(outcome)
     assert controller.choose(load).is_steady  # for a step that then runs in parts
     assert not controller.repeats()
+
+
+@pytest.mark.parametrize("num_missing", [1, 40])
+def test_a_draft_that_fails_at_every_step_is_given_up(num_missing: int) -> None:
+    """Although what it has not been fed excuses a draft that runs passes."""
+    for has_passes in (True, False):
+        controller, load, outcome = drafting_controller()
+        behind = load._replace(candidates=[each._replace(num_missing=num_missing) for each in load.candidates])
+        num_passes = int(has_passes)
+        for _ in range(100):
+            is_drafting = controller.choose(behind).drafts
+            passes = {"num_draft_passes": num_passes * is_drafting, "num_draft_rows": 4 * num_passes * is_drafting}
+            controller.observe(outcome._replace(num_nodes=0, num_accepted=0, **passes))
+        assert controller.optimum.drafts == (has_passes and num_missing > 1)
 
 
 @pytest.mark.parametrize(

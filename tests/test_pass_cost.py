@@ -157,6 +157,10 @@ def test_host_time_that_was_none_is_followed() -> None:
     for num_drafting, seconds in ((0, 1.0), (4, 1.0), *[(4, 1.5)] * 40):
         host.note(4, num_drafting, seconds)
     assert host.predict(4, 4) == pytest.approx(1.5, rel=0.01)
+    held_up = HostTime()
+    for num_drafting, seconds in ((0, 1.0), *[(4, 1.0)] * 5, (4, 100.0)):
+        held_up.note(4, num_drafting, seconds)
+    assert held_up.predict(4, 4) == 1 + 2 * FIRST_MORE / 8
 
 
 def test_host_takes_the_lesser_of_the_first_steps_and_clips_later_ones() -> None:

@@ -323,7 +323,9 @@ class Controller:
             return
         drafting, has_passes = [i for i, count in enumerate(decision.num_nodes) if count], self.costs.draft is not None
         more = planned.seconds - prices.plain_seconds
-        if more < LEAST_MORE * prices.plain_seconds or (has_passes and not all(load.candidates[i].is_fed for i in drafting)):
+        is_fed = not has_passes or all(load.candidates[i].is_fed for i in drafting)
+        has_failed = has_passes and not any(each.num_nodes or each.num_draft_passes for each in outcomes)
+        if more < LEAST_MORE * prices.plain_seconds or not (is_fed or has_failed):
             return
         chains = [(decision.num_nodes[i], self._estimates.means[i]) for i in drafting]
         planned_gain = sum([p * (1 - p**count) / (1 - p) if p < 1 else count for count, p in chains])

@@ -26,7 +26,8 @@ class HostTime:
     def note(self, num_requests: int, num_drafting: int, seconds: float) -> None:
         """Add a step."""
         if num_drafting:
-            self._more.note(num_drafting, max(seconds - self._plain.predict(num_requests), 0.0))
+            usual = FIRST_MORE * self._plain.predict(num_drafting)
+            self._more.note(num_drafting, max(seconds - self._plain.predict(num_requests), 0.0), usual)
         else:
             self._plain.note(num_requests, seconds)
 
@@ -54,14 +55,15 @@ class _ByCount:
         self._seconds: dict[int, float] = {}
         self._num_seen = Counter[int]()
 
-    def note(self, count: int, seconds: float) -> None:
+    def note(self, count: int, seconds: float, usual: float = 0.0) -> None:
+        """Add seconds of a count; more than twice what they were, or what is usual, was something else that held them up."""
         octave = count.bit_length()
         before = self._seconds.get(octave, seconds)
         self._num_seen[octave] += 1
         rate = SHORTER_RATE if seconds < before else LONGER_RATE
         if self._num_seen[octave] <= COLD_STEPS:
             rate = float(seconds < before)
-        most = 2 * before or seconds  # nothing is more than twice as much of a time, but anything may be of none
+        most = 2 * max(before, usual) or seconds
         self._seconds[octave] = before + rate * (min(seconds, most) - before)
 
     @property

@@ -109,7 +109,7 @@ def best(acceptance: Sequence[float], prices: Prices, yield_factor: float = 1.0,
     if not nodes:
         return optimum
     sizes = sorted({*_grid(len(nodes), GRID_SIZES), *(n * depth for depth in range(1, GRID_DEPTHS + 1) if n * depth <= len(nodes))})
-    drafted, last_rate = list[tuple[float, int, int]](), 0.0
+    drafted, all_values = list[tuple[float, int, int]](), yield_factor * sum([value for value, _, _ in nodes])
     for num_passes in _grid(max(depth for _, depth, _ in nodes), GRID_DEPTHS):
         reached = [each for each in nodes if each[1] <= num_passes]
         gains = list(accumulate([value for value, _, _ in reached]))
@@ -117,6 +117,9 @@ def best(acceptance: Sequence[float], prices: Prices, yield_factor: float = 1.0,
         rows = list(accumulate([prices.first_rows[i] if depth == 1 else 1.0 for _, depth, i in reached]))
         best_rate, best_size, best_seconds = 0.0, 0, 0.0
         fewest = 1 + [depth for _, depth, _ in reached].index(num_passes)  # with fewer, the last pass is for nothing
+        least_seconds = prices.step(num_drafting[fewest - 1], num_passes, rows[fewest - 1], fewest)
+        if prices.total_weight + all_values <= optimum.on_rate * least_seconds:  # not even all nodes would be worth the passes
+            break
         for size in sizes[bisect_left(sizes, fewest) : bisect_right(sizes, len(reached))] or [len(reached)]:
             seconds = prices.step(num_drafting[size - 1], num_passes, rows[size - 1], size)
             rate = (prices.total_weight + yield_factor * gains[size - 1]) / seconds
@@ -124,9 +127,6 @@ def best(acceptance: Sequence[float], prices: Prices, yield_factor: float = 1.0,
                 best_rate, best_size, best_seconds = rate, size, seconds
         if best_rate > optimum.on_rate:
             optimum.on_rate, optimum.seconds, drafted = best_rate, best_seconds, reached[:best_size]
-        if best_rate < last_rate:  # rates rise with the depth, then fall
-            break
-        last_rate = best_rate
     if optimum.on_rate > off_rate * least:
         for _, _, i in drafted:
             optimum.num_nodes[i] += 1

@@ -8,13 +8,16 @@ from titan.adaptive.load import Load
 
 DWELL, LONG_DWELL = 8, 24
 """Most steps for which an optimum stands if there are as many requests and rows, and where comparing takes long; no more than there
-are drafts that it goes by."""
+are drafts that it goes by, of which older ones count less: in the end, some 14."""
 
 OFF_DWELL = 32, 256
 """Least and most steps for which it stands that nothing is drafted."""
 
 COMPARE_SHARE, COMPARE_RATE = 0.0025, 1 / 4
 """Share of the time that looking at that again may take, in between; and the weight of one comparison in how long they take."""
+
+MOST_LONGER = 2
+"""How many times as long as comparisons have taken one counts for at most."""
 
 STEADY = 3 / 4
 """Share of the requests, and of the rows, of which it was found that nothing is drafted, that are enough for that to stand."""
@@ -59,5 +62,6 @@ class Standing:
         self.num_left = min(most, max(least, worth_it), int(num_drafts) if drafts else most)
 
     def note_comparison(self, seconds: float) -> None:
-        """Learn how long a decision with a comparison took."""
-        self._compare_seconds += COMPARE_RATE * (seconds - self._compare_seconds)
+        """Learn how long a decision with a comparison took; anything may hold one up."""
+        known = min(seconds, MOST_LONGER * self._compare_seconds) if self._compare_seconds else seconds
+        self._compare_seconds += COMPARE_RATE * (known - self._compare_seconds)
