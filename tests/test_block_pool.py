@@ -229,3 +229,5 @@ def test_the_hash_depends_on_parent_and_tokens() -> None:
     assert len(digest) == 16
     assert digest == hash_block(b"", (1, 2))
     assert len({digest, hash_block(digest, [1, 2]), hash_block(b"", [2, 1]), hash_block(hash_root("salt"), [1, 2])}) == 4
+    salt = "".join(map(chr, (65, *[0] * 7))) * 2  # the bytes of two tokens
+    assert hash_root(salt) != hash_block(b"", [65, 65])

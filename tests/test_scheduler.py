@@ -525,16 +525,16 @@ def test_what_is_swapped_in_gets_on_before_it_is_swapped_out_again() -> None:
     world.drain(random)
 
 
+@pytest.mark.parametrize("error", [RuntimeError("the copy failed"), MemoryError()])
 @pytest.mark.parametrize("failing", ["copy_out", "copy_in", "copy_blocks"])
-def test_a_copy_that_fails_loses_neither_blocks_nor_requests(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_fails_loses_neither_blocks_nor_requests(
+    failing: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where memory lacks, what was to be copied is computed again, and nobody is told."""
     world, random = World(8, num_swap_blocks=12, max_batch_size=4), Random(0)
     for i in range(6):
         world.add([i // 2 + 1] * (10 + 7 * i), 30, ignore_eos=True, n=2)
-    copy, num_failures = getattr(CACHE_OPS, failing), 0
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("the copy failed")
-
+    copy, fail, num_failures = getattr(CACHE_OPS, failing), Mock(side_effect=error), 0
     while world.scheduler.has_unfinished:
         monkeypatch.setattr(CACHE_OPS, failing, fail if random.random() < 0.5 else copy)
         try:
@@ -544,7 +544,8 @@ def test_a_copy_that_fails_loses_neither_blocks_nor_requests(failing: str, monke
         else:
             world.execute(plan, random)
         world.kv.check((*world.scheduler.running, *world.scheduler.waiting))
-    assert num_failures > 2
+    assert fail.call_count > 2
+    assert num_failures == (fail.call_count if isinstance(error, RuntimeError) else 0)
     for request in world.requests:
         world.check_output(request)
 

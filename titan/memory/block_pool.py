@@ -241,8 +241,11 @@ def _differing_keys(left: dict[int, bytes], right: dict[int, bytes]) -> list[int
 
 
 def hash_root(salt: str | None) -> bytes:
-    """Return the parent of the first block of requests with this salt of the user's; it is empty for none."""
-    return b"" if salt is None else blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    """Return the parent of the first block of requests with this salt of the user's; it is empty for none.
+
+    No salt has the hash of a block, whatever its bytes are.
+    """
+    return b"" if salt is None else blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16, person=b"salt").digest()
 
 
 def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:

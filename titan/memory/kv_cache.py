@@ -277,6 +277,7 @@ class KVCache:
             finally:
                 self.pool.release(block_ids[::-1])  # so that they are allocated in the same order as before
             return
+        self.await_copies()  # the block may be on its way in
         groups = self._tensors["target"].groups
         kept = [group[:, 0].clone() for group in groups]
         try:

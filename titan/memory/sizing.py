@@ -20,12 +20,14 @@ def num_swap_blocks(swap_space: int, layouts: Sequence[KVLayout], block_size: in
     Raises:
         ValueError: there is less memory, or not even one block fits.
     """
+    if not swap_space:
+        return 0
     bytes_per_block = block_bytes(block_size, layouts)
     if swap_space > free_memory:
         raise ValueError(
             f"swap_space={swap_space} is more than the {free_memory} bytes of the host that are free: allowed are at most these"
         )
-    if 0 < swap_space < bytes_per_block:
+    if swap_space < bytes_per_block:
         raise ValueError(f"swap_space={swap_space} is not enough: one block takes {bytes_per_block} bytes")
     return swap_space // bytes_per_block
 

@@ -127,8 +127,9 @@ class RowChooser:
                 num_tokens = self._first_chunk(request)
                 num_drafts = self._num_drafts(request, num_tokens)
                 is_reserved = self._kv.reserve(request, request.num_computed_tokens + num_tokens + num_drafts)
-                assert is_reserved, "a request that runs alone fits: larger ones are refused when they are added"
-                self._add(request, num_tokens, num_drafts)
+                if is_reserved:  # else there was no memory for its copies from the swap space, and less is computed of it
+                    self._add(request, num_tokens, num_drafts)
+                assert is_reserved or len(scheduler.running) > 1, "a request that runs alone fits: larger ones are refused"
             num_missing += self.num_missing_blocks([request])
         return None
 

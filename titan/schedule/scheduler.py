@@ -271,9 +271,8 @@ class Scheduler:
             try:
                 self.ensure_kv(sibling)
             except Exception as error:  # noqa: BLE001 - whatever ends one request, the others are told what they got
-                if not is_out_of_memory(error):  # else it computes its prompt itself
-                    self.abort(sibling, f"{type(error).__name__}: {error}")
-                    ended.append(sibling)
+                self.abort(sibling, f"{type(error).__name__}: {error}")
+                ended.append(sibling)
         return ended
 
     def _queue(self, request: Request) -> None:
@@ -294,9 +293,14 @@ class Scheduler:
             return False
 
     def _admit(self, request: Request) -> None:
-        """Give a request what is already computed of it."""
+        """Give a request what is already computed of it: nothing, if there is no memory for its copies from the swap space."""
         is_swapped = request.is_swapped
-        self.kv.admit(request)
+        try:
+            self.kv.admit(request)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            is_swapped = False
         if is_swapped:
             self.counters.num_swapped_in += 1
             return
