@@ -61,11 +61,11 @@ class DraftModelDrafter:
         )
         self.runner: Runner
         self._block_size: int
-        self._context = context
+        self.context = context
 
     def attach(self, kv: KVTensor) -> None:
         self._block_size = kv.block_size
-        self.runner = self._context.prepare(self.model, kv, self.policy.largest_specs(), self._num_proposable)
+        self.runner = self.context.prepare(self.model, kv, self.policy.largest_specs(), self._num_proposable)
 
     def lookahead(self, request: Request, budget: int) -> int:
         return self.policy.lookahead(request, self._budget(request, budget))
@@ -77,7 +77,7 @@ class DraftModelDrafter:
         feeds = self._feeds(plan)
         num_rows = len(plan.requests)
         if not feeds:
-            return DraftTrees.empty(num_rows, self._context.backend.device)
+            return DraftTrees.empty(num_rows, self.context.backend.device)
         trees = self.runner.grow(feeds, num_rows, self._num_proposable)
         for feed in feeds:  # now that their KV is written
             plan.requests[feed.row].cover_draft(len(feed.token_ids))
@@ -114,11 +114,11 @@ class DraftModelDrafter:
             has_scores = self.policy.stops_early(request)
             reviews.append(Review([each for each, _ in known_ones], [each for _, each in known_ones] if has_scores else None))
             first += len(positions)
-        return ReviewReport(reviews, len(batch.token_ids), seconds if self._context.backend.is_host else 0.0)
+        return ReviewReport(reviews, len(batch.token_ids), seconds if self.context.backend.is_host else 0.0)
 
     def _first_children(self, logits: Tensor, temperatures: NDArray[np.float64]) -> tuple[list[int], list[float]]:
         """Return the target's ids of the tokens that would be first children of roots, and their log-probabilities."""
-        backend = self._context.backend
+        backend = self.context.backend
         uploaded = backend.upload([temperatures.astype(np.float32)])
         token_ids, logprobs = backend.sampling.top_candidates(logits[:, : self._num_proposable], 1, *uploaded)
         if self.vocabulary is not None:
@@ -150,7 +150,7 @@ class DraftModelDrafter:
             if is_wanted and end > start:
                 grows = budget > 0 and end == len(request.token_ids)
                 # a device runs prefill chunks from a graph only if no tree behind them branches
-                prefers_chain = num_tokens + budget > 1 + self.max_draft_tokens and not self._context.backend.is_host
+                prefers_chain = num_tokens + budget > 1 + self.max_draft_tokens and not self.context.backend.is_host
                 options = request, budget, plan.num_slots[i], plan.worths.get(i)
                 spec = self.policy.spec(*options, prefers_chain=prefers_chain) if grows else None
                 feeds.append(Feed(i, request.block_ids, start, self._known(request.token_ids[start:end]), spec, table))

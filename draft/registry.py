@@ -68,7 +68,9 @@ def open_drafter(spec: DraftSpec, options: ModelOptions, context: DraftContext) 
         return _open_draft_model(spec, options, context)
     drafter = _FACTORIES[spec](context) if isinstance(spec, str) else spec
     _check_drafter(drafter, spec)
-    if drafter is spec and not isinstance(drafter, DraftModelDrafter):
+    if isinstance(drafter, DraftModelDrafter):
+        _check_made_for(drafter, context)
+    elif drafter is spec:
         _check_deterministic(drafter.name, context)
     check_integer(f"{drafter.name!r}.max_draft_tokens", drafter.max_draft_tokens, 0)
     return lambda: drafter
@@ -104,6 +106,15 @@ def _check_drafter(drafter: Drafter, spec: object) -> None:
         )
     if drafter.kv is not None and not isinstance(drafter, CachingDrafter):
         raise ValueError(f"{named} has kv, but is not a CachingDrafter: allowed with attach() and lookahead()")
+
+
+def _check_made_for(drafter: DraftModelDrafter, context: DraftContext) -> None:
+    """Refuse a draft model that goes by the vocabulary, the options and the threads or the device of another engine."""
+    if drafter.context.backend is not context.backend:
+        raise ValueError(
+            f"draft_model={drafter!r} was made for another LLM, whose vocabulary and options it goes by: allowed is the folder or "
+            f"hub id that it was made from, {drafter.name!r}"
+        )
 
 
 def choose_weight_bits(bits: int | str | None, config: ModelConfig, dtype: torch.dtype, backend: Backend) -> int | None:
@@ -143,8 +154,8 @@ def _check_deterministic(name: str, context: DraftContext) -> None:
         )
     if context.draft_sampling == "sampled":
         raise ValueError(
-            f"draft_sampling='sampled' needs a draft model: the proposals of the drafter {name!r} are deterministic; allowed "
-            f"with it are 'auto' and 'greedy'"
+            f"draft_sampling='sampled' needs a draft model: the drafter {name!r} decides itself how it proposes; allowed with it "
+            f"are 'auto' and 'greedy'"
         )
 
 

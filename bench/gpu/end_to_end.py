@@ -148,7 +148,7 @@ class PaidReplayDrafter(DraftModelDrafter):
         # no more is drafted than was recorded; it may be less
         drafted = super().propose(replace(plan, draft_budgets=[recording.num_nodes for recording in recordings]))
         pairs = zip(recordings, drafted.counts.tolist(), strict=True)
-        [token_ids] = self._context.backend.upload([np.concatenate([recording.token_ids[:count] for recording, count in pairs])])
+        [token_ids] = self.context.backend.upload([np.concatenate([recording.token_ids[:count] for recording, count in pairs])])
         return replace(drafted, nodes=drafted.nodes._replace(token_ids=token_ids))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -247,6 +247,17 @@ def test_specs_of_every_kind_become_drafters(zoo: Zoo) -> None:
     assert isinstance(create("ngram"), NgramDrafter)
     assert isinstance(create(zoo.path("other")), DraftModelDrafter)
     assert create(own) is own
+
+
+def test_a_draft_model_that_was_made_for_another_engine_is_refused(zoo: Zoo) -> None:
+    """It would go by that one's vocabulary and options."""
+    first, second = make_engine(zoo.path("llama"), zoo.path("llama~"), **AMPLE), make_engine(zoo.path("llama"), **AMPLE)
+    drafter = first.drafter
+    first.swap_draft(None)
+    for use in (second.swap_draft, partial(make_engine, zoo.path("llama"))):
+        with pytest.raises(ValueError, match=r"was made for another LLM.*: allowed is the folder or hub id .*llama~"):
+            use(drafter)
+    first.swap_draft(drafter)
 
 
 def test_a_registered_name_means_its_factory(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
