@@ -85,13 +85,11 @@ def host_shape(group: Tensor, num_blocks: int) -> tuple[int, ...]:
     return num_blocks, group.shape[0], *group.shape[2:]
 
 
-def runs(sources: Ints, targets: Ints, longest: int | None = None) -> Iterator[tuple[slice, slice]]:
-    """Yield the runs of blocks, int64 [n] each, that follow each other on both sides of a copy; ``longest`` cuts them."""
+def runs(sources: Ints, targets: Ints) -> Iterator[tuple[slice, slice]]:
+    """Yield the runs of blocks, int64 [n] each, that follow each other on both sides of a copy."""
     ends = np.flatnonzero((np.diff(sources) != 1) | (np.diff(targets) != 1)) + 1
     for start, end in pairwise([0, *ends.tolist(), len(sources)]):
-        for first in range(start, end, longest or end):
-            num_blocks = min(end - first, longest or end)
-            yield slice(sources[first], sources[first] + num_blocks), slice(targets[first], targets[first] + num_blocks)
+        yield slice(sources[start], sources[start] + end - start), slice(targets[start], targets[start] + end - start)
 
 
 def planes(kv: KVTensor) -> Iterator[Tensor]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from weakref import finalize
@@ -18,14 +19,18 @@ from titan.kernels.torch.cache import TorchCache, host_shape, runs
 from titan.kernels.triton.streams import StreamOwner, own_stream
 
 STAGED_BYTES = 64 * 2**20
-"""Bytes of blocks on their way in that the device has twice at a time."""
+"""Bytes of a piece of the blocks on their way in or out, which the device has twice for as long."""
+
+MAX_PIECES_OUT = 4
+"""Pieces on their way out at a time; passes wait for what goes beyond."""
 
 
 class CudaCache(TorchCache):
     """Cache operations of a CUDA device. Copies keep their order among themselves and run beside passes.
 
-    Blocks on their way out are gathered before anything else is computed, so that they may be overwritten; only their transfer is
-    beside the passes. Blocks on their way in are waited for when `await_copies` says so.
+    Blocks on their way out are gathered piece by piece before anything else is computed, so that they may be overwritten; the
+    transfer of the last `MAX_PIECES_OUT` pieces is beside the passes. Blocks on their way in are waited for when `await_copies`
+    says so.
 
     Args:
         upload: copies arrays to the device.
@@ -52,19 +57,29 @@ class CudaCache(TorchCache):
     def copy_out(self, kv: KVTensor, host: Sequence[Tensor], sources: Ints, targets: Ints) -> None:
         self.await_copies()  # one of the blocks may have been copied in just now
         [ids] = self._upload([sources])
-        gathered = [group.transpose(0, 1).index_select(0, ids) for group in kv.groups]
-        with self._after_passes():
-            for blocks, own in zip(host, gathered, strict=True):
-                own.record_stream(self._stream)
-                for here, away in runs(np.arange(len(targets)), targets):
-                    blocks[away].copy_(own[here], non_blocking=True)
+        passes, sent = torch.cuda.current_stream(self._device), deque[tuple[Tensor, torch.cuda.Event]]()
+        try:
+            for group, blocks in zip(kv.groups, host, strict=True):
+                for piece in _pieces(blocks, len(targets)):
+                    if len(sent) == MAX_PIECES_OUT:
+                        passes.wait_event(sent[0][1])
+                        sent.popleft()  # after that wait, the next piece may take its memory
+                    gathered = group.transpose(0, 1).index_select(0, ids[piece])
+                    with self._after_passes():
+                        for here, away in runs(np.arange(len(gathered)), targets[piece]):
+                            blocks[away].copy_(gathered[here], non_blocking=True)
+                        sent.append((gathered, self._stream.record_event()))
+        finally:  # without memory for the next piece, those before it are on their way
+            for gathered, _ in sent:
+                gathered.record_stream(self._stream)
 
     def copy_in(self, kv: KVTensor, host: Sequence[Tensor], sources: Ints, targets: Ints) -> None:
         with self._after_passes():
             try:
                 for group, blocks in zip(kv.groups, host, strict=True):
-                    for away, here in runs(sources, targets, max(1, STAGED_BYTES // blocks[0].nbytes)):
-                        group[:, here].copy_(blocks[away].to(group.device, non_blocking=True).transpose(0, 1))
+                    for piece in _pieces(blocks, len(targets)):
+                        for away, here in runs(sources[piece], targets[piece]):
+                            group[:, here].copy_(blocks[away].to(group.device, non_blocking=True).transpose(0, 1))
             finally:  # without memory for the next piece, those before it are on their way
                 self._arrival = self._stream.record_event()
 
@@ -77,6 +92,12 @@ class CudaCache(TorchCache):
         """Return the copies' stream as a context, after all that was launched so far."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(self._stream)
+
+
+def _pieces(blocks: Tensor, num_blocks: int) -> Iterator[slice]:
+    """Cut this many blocks of a group into pieces of at most `STAGED_BYTES` each, but of one block at least."""
+    most = max(1, STAGED_BYTES // blocks[0].nbytes)
+    return (slice(first, min(first + most, num_blocks)) for first in range(0, num_blocks, most))
 
 
 def page_locked(tensor: Tensor, device: torch.device) -> Tensor:

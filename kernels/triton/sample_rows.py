@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan.kernels.triton.philox import SAMPLE, philox_uniform
+from titan.core.random import Purpose
+from titan.kernels.triton.philox import philox_uniform
 from titan.kernels.triton.row_distribution import (
     RowDistributions,
     is_finite,
@@ -56,6 +57,7 @@ def _sample_kernel(
     NUM_CHUNKS: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
+    PURPOSE: tl.constexpr,
 ):
     """One program per row."""
     row = tl.program_id(0).to(tl.int64)
@@ -64,7 +66,7 @@ def _sample_kernel(
     )
     token = tl.full((), -1, tl.int64)
     if is_finite(peak):
-        uniform = philox_uniform(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), SAMPLE, 0)
+        uniform = philox_uniform(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), PURPOSE, 0)
         chunk, part = invert_cdf(masses, uniform, CHUNKS)
         ids = chunk * CHUNK + tl.arange(0, CHUNK)
         logits = load_logits(logits_ptr + row * stride_logits, ids, VOCAB_SIZE)
@@ -74,13 +76,14 @@ def _sample_kernel(
     tl.store(tokens_ptr + row, token)
 
 
-def sample_rows(distributions: RowDistributions, seeds: Tensor, positions: Tensor) -> Tensor:
+def sample_rows(distributions: RowDistributions, seeds: Tensor, positions: Tensor, purpose: Purpose = Purpose.SAMPLE) -> Tensor:
     """Sample one token from each distribution.
 
     Args:
         distributions: R of them.
         seeds: int64 [R], the bits of the uint64 seeds.
         positions: int64 [R], below 2**32.
+        purpose: of the random numbers; the sibling is the first.
 
     Returns:
         int64 [R]; -1 if the row's largest logit is not finite.
@@ -94,5 +97,5 @@ def sample_rows(distributions: RowDistributions, seeds: Tensor, positions: Tenso
     tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
     if num_rows:
         arguments = (tokens, seeds, positions, *distributions.kernel_arguments)
-        _sample_kernel[(num_rows,)](*arguments, **distributions.sizes, num_warps=8)
+        _sample_kernel[(num_rows,)](*arguments, **distributions.sizes, PURPOSE=purpose.value, num_warps=8)
     return tokens

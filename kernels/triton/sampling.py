@@ -5,14 +5,17 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
+from titan.core.arrays import Ints
+from titan.core.random import Purpose
 from titan.core.sampling_rows import SamplingRows
 from titan.kernels.torch.sampling import TorchSampling
 from titan.kernels.triton.row_distribution import RowDistributions, normalized_probs, row_distributions
+from titan.kernels.triton.sample_rows import sample_rows
 from titan.kernels.triton.top_tokens import row_argmax, top_candidates
 
 
 class TritonSampling(TorchSampling):
-    """Computes distributions and the most likely tokens; children without replacement are those of PyTorch."""
+    """Computes distributions, the most likely tokens, and single children; several of a node are sampled by PyTorch."""
 
     def argmax(self, logits: Tensor) -> Tensor:
         return row_argmax(logits)
@@ -22,6 +25,17 @@ class TritonSampling(TorchSampling):
 
     def probs(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         return normalized_probs(self.distributions(logits, rows))
+
+    def sample_children(
+        self, logits: Tensor, rows: SamplingRows, num_children: Ints, places: Tensor, probs: Tensor, children: Tensor
+    ) -> None:
+        if num_children.max() > 1:
+            super().sample_children(logits, rows, num_children, places, probs, children)
+            return
+        distributions = self.distributions(logits, rows)
+        seeds, positions = self._upload([rows.options["seed"].view(np.int64), rows.options["position"]])
+        probs.index_copy_(0, places, normalized_probs(distributions))
+        children[places, 0] = sample_rows(distributions, seeds, positions, Purpose.DRAFT)
 
     def distributions(self, logits: Tensor, rows: SamplingRows) -> RowDistributions:
         """Return the distributions of `probs` before they are written out."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from itertools import count
 from types import SimpleNamespace
 from unittest.mock import MagicMock, call
 
@@ -17,14 +18,12 @@ from titan.kernels.triton.cache import CudaCache, page_locked
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("longest", [None, 1, 2, 5])
-def test_runs_follow_each_other_on_both_sides_and_none_is_longer_than_asked_for(longest: int | None) -> None:
+def test_runs_follow_each_other_on_both_sides() -> None:
     sources, targets = np.array([4, 5, 6, 7, 9, 10, 2, 3]), np.array([0, 1, 2, 3, 4, 5, 6, 8])
-    found = [*runs(sources, targets, longest)]
+    found = [*runs(sources, targets)]
     for i, column in enumerate((sources, targets)):
         assert [block for run in found for block in range(run[i].start, run[i].stop)] == column.tolist()
-    lengths = [run[0].stop - run[0].start for run in found]
-    assert lengths == {None: [4, 2, 1, 1], 1: [1] * 8, 2: [2, 2, 2, 1, 1], 5: [4, 2, 1, 1]}[longest]
+    assert [run[0].stop - run[0].start for run in found] == [4, 2, 1, 1]
 
 
 def test_pages_of_a_tensor_are_locked_once_as_long_as_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,6 +59,25 @@ def test_blocks_on_their_way_in_are_waited_for_although_others_could_not_follow(
     assert kv.groups[0].sum((0, 2)).tolist() == [0, 0, 6, 6]
     cache.await_copies()
     current.wait_event.assert_called_once_with(stream.record_event.return_value)
+
+
+def test_blocks_on_their_way_out_take_little_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes wait before the memory of a piece is used again; the last pieces keep theirs until they are sent."""
+    stream, current, kept = MagicMock(), MagicMock(), list[torch.Tensor]()
+    stream.record_event.side_effect = count()
+    monkeypatch.setattr(CudaCache, "_stream", stream)
+    monkeypatch.setattr(CudaCache, "_after_passes", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, _: kept.append(tensor))
+    monkeypatch.setattr("titan.kernels.triton.cache.STAGED_BYTES", 48)  # two blocks of 24 bytes
+    monkeypatch.setattr("titan.kernels.triton.cache.MAX_PIECES_OUT", 2)
+    group, host = torch.arange(48.0).view(2, 8, 3), torch.zeros(9, 2, 3)
+    cache = CudaCache(lambda arrays: [torch.from_numpy(each) for each in arrays], CPU)
+    sources, targets = np.array([7, 0, 1, 5, 2, 3, 4]), np.array([2, 3, 5, 6, 7, 8, 0])
+    cache.copy_out(SimpleNamespace(groups=[group]), [host], sources, targets)  # type: ignore[arg-type]
+    assert torch.equal(host[targets], group.transpose(0, 1)[sources])
+    assert [each.args for each in current.wait_event.call_args_list] == [(0,), (1,)]
+    assert [len(each) for each in kept] == [2, 1]
 
 
 def test_memory_that_graphs_have_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:

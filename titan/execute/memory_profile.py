@@ -59,12 +59,14 @@ def _run(backend: Backend, model: Model, config: EngineConfig, limits: PassLimit
 
 
 def _use_logits(backend: Backend, logits: Tensor, num_requests: int) -> None:
-    """Penalise logits, [L, vocab], divided evenly among the requests, and sample children from them."""
+    """Penalise logits, [L, vocab], divided evenly among the requests, and sample two children of each row: one takes less."""
     num_rows = len(logits)
     of_requests = np.array_split(np.arange(num_rows), num_requests)
-    penalized = [TransformedRows(ALL_PENALTIES, [0], [0], {row: [] for row in each.tolist()}) for each in of_requests]
+    penalized = [
+        TransformedRows(ALL_PENALTIES, [0], np.zeros(1, np.int64), [0], {row: [] for row in each.tolist()}) for each in of_requests
+    ]
     scores = transform_logits(logits, penalized, {}, backend.upload).logits
     rows = SamplingRows.of([(ALL_PENALTIES, 0, 0)] * num_rows)
     [places] = backend.upload([np.arange(num_rows)])
-    probs, children = torch.empty_like(scores), torch.empty((num_rows, 1), dtype=torch.int64, device=scores.device)
-    backend.sampling.sample_children(scores, rows, np.ones(num_rows, np.int64), places, probs, children)
+    probs, children = torch.empty_like(scores), torch.empty((num_rows, 2), dtype=torch.int64, device=scores.device)
+    backend.sampling.sample_children(scores, rows, np.full(num_rows, 2), places, probs, children)
