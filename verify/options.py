@@ -40,9 +40,11 @@ def transform_rows(
         tree = EMPTY_TREE if trees is None else trees[i]
         if request.has_transforms:
             paths, output = _paths(tree, first), request.output_token_ids
-            transforms.append(TransformedRows(request.params, request.prompt_token_ids, output, paths))
-            for row, path in paths.items() if request.bad_word_ids else ():
-                forbidden[row].update(_last_of_bad_words([*output, *path], request.bad_word_ids))
+            prompt = request.prompt_token_ids, request.distinct_prompt_ids
+            transforms.append(TransformedRows(request.params, *prompt, output, paths))
+            longest = max(map(len, request.bad_word_ids), default=0)
+            for row, path in paths.items() if longest else ():
+                forbidden[row].update(_last_of_bad_words([*output[-longest:], *path], request.bad_word_ids))
         if _holds_stops_back(request):
             is_early = request.num_output_tokens + np.append(0, tree.topology.depths) < request.params.min_tokens
             for row in np.flatnonzero(is_early).tolist():
@@ -77,7 +79,7 @@ def _holds_stops_back(request: Request) -> bool:
 
 
 def _last_of_bad_words(output: list[int], words: Iterable[tuple[int, ...]]) -> Iterator[int]:
-    """Return the tokens that would complete a bad word, given the tokens before them."""
+    """Return the tokens that would complete a bad word, given at least as many of the tokens before them as the longest has."""
     return (word[-1] for word in words if len(word) <= len(output) + 1 and output[len(output) + 1 - len(word) :] == [*word[:-1]])
 
 

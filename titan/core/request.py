@@ -9,6 +9,9 @@ from enum import StrEnum
 from functools import partial
 from typing import Protocol
 
+import numpy as np
+
+from titan.core.arrays import Ints
 from titan.core.draft_history import DraftHistory
 from titan.core.outputs import Logprob, RequestMetrics
 from titan.core.sampling_params import SamplingParams
@@ -73,6 +76,7 @@ class Request:
     error: str | None = None  # why the request was aborted
     logprobs: list[dict[int, Logprob]] | None = field(init=False)  # of each output token, if requested
     prompt_logprobs: list[dict[int, Logprob] | None] | None = field(init=False)  # of each prompt token; siblings leave it to one
+    _distinct_prompt_ids: Ints | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.has_transforms = self.params.has_transforms
@@ -84,6 +88,13 @@ class Request:
     def family(self) -> tuple[Request, ...]:
         """The completions of the prompt, in order."""
         return self.siblings or (self,)
+
+    @property
+    def distinct_prompt_ids(self) -> Ints:
+        """The different tokens of the prompt, int64, ascending; found once."""
+        if self._distinct_prompt_ids is None:
+            self._distinct_prompt_ids = np.unique(np.array(self.prompt_token_ids, np.int64))
+        return self._distinct_prompt_ids
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -26,6 +26,7 @@ class TransformedRows:
 
     params: SamplingParams
     prompt_token_ids: list[int]
+    distinct_prompt_ids: Ints  # of these
     output_token_ids: list[int]
     paths: Mapping[int, list[int]]  # row -> draft tokens after the output, down to the row's node; empty at the root
 
@@ -122,7 +123,7 @@ def _penalize(scores: Tensor, requests: list[TransformedRows], upload: Upload) -
             np.array(strengths, np.float32),
             *_entries(enumerate(each.output_token_ids for each in requests)),
             *_entries(enumerate(path for each in requests for path in each.paths.values())),
-            *_entries(enumerate(each.prompt_token_ids if has_repetition else [] for each in requests)),
+            *_entries(enumerate(each.distinct_prompt_ids if each.params.repetition_penalty != 1.0 else () for each in requests)),
         ]
     )
     outputs, paths, prompts = (entries[i : i + 2] for i in (0, 2, 4))
@@ -148,7 +149,7 @@ def _count(counts: Tensor, entries: Sequence[Tensor]) -> Tensor:
     return counts.index_put_(tuple(entries), counts.new_ones(()), accumulate=True)
 
 
-def _entries(token_ids: Iterable[tuple[int, Sequence[int]]]) -> tuple[Ints, Ints]:
+def _entries(token_ids: Iterable[tuple[int, Sequence[int] | Ints]]) -> tuple[Ints, Ints]:
     """Convert (row, token ids) pairs to an index into a matrix [rows, vocab]: two arrays [entries]."""
     rows, ids = zip(*token_ids, strict=True)
     row_of = np.repeat(np.array(rows, np.int64), [len(each) for each in ids])
