@@ -297,7 +297,7 @@ def _comparison(difference: Difference | None, llm: LLM, params: SamplingParams)
     why = f"passes over other rows round differently in {dtype}"
     if params.is_greedy:
         why += f", and the two largest logits are {difference.top2_gap:.2g} apart there"
-    return f"{where}, because {why}" + ("" if dtype == "float32" else " (--dtype float32 gives the same text)")
+    return f"{where}, because {why}" + (" (--dtype float32 gives the same text)" if params.is_greedy and dtype != "float32" else "")
 
 
 def _run(llm: LLM, prompt: str, params: SamplingParams, *, echo: bool, keep_trees: bool = False) -> Run:
