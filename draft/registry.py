@@ -110,10 +110,13 @@ def _check_drafter(drafter: Drafter, spec: object) -> None:
 
 def _check_made_for(drafter: DraftModelDrafter, context: DraftContext) -> None:
     """Refuse a draft model that goes by the vocabulary, the options and the threads or the device of another engine."""
-    if drafter.context.backend is not context.backend:
+    names = ("backend", "tokenizer", "target_vocab_size", "max_num_batched_tokens")
+    if any(getattr(drafter.context, name) is not getattr(context, name) for name in names[:2]) or any(
+        getattr(drafter.context, name) != getattr(context, name) for name in names[2:]
+    ):
         raise ValueError(
-            f"draft_model={drafter!r} was made for another LLM, whose vocabulary and options it goes by: allowed is the folder or "
-            f"hub id that it was made from, {drafter.name!r}"
+            f"draft_model={drafter!r} ({drafter.name}) was made for another LLM, whose vocabulary and options it goes by: allowed "
+            f"is a folder or hub id, or one that was made with the draft_context() of this engine"
         )
 
 

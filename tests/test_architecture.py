@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from mutate import load_mutations
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ["draft", "verify", "kernels", "bench"]  # top-level folders, imported as titan.<room>
@@ -165,6 +166,11 @@ def test_nobody_outside_the_kernels_asks_what_it_runs_on() -> None:
 )
 def test_question_is_found(source: str) -> None:
     assert find_questions(source)
+
+
+def test_mutations_fit_the_sources() -> None:
+    """A single one that does not keeps all others from running."""
+    assert len(load_mutations(ROOT / "tests/mutations.toml", ROOT, [])) > 400
 
 
 def test_rooms_and_tests_are_no_packages_of_their_own() -> None:

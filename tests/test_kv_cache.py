@@ -267,6 +267,43 @@ def test_without_memory_for_the_copy_what_is_evicted_is_forgotten(swapping: KVCa
     swapping.check([request])
 
 
+@pytest.mark.parametrize("is_swapped", [True, False])
+def test_copies_of_a_start_that_failed_are_waited_for_before_others_get_its_blocks(
+    swapping: KVCache, ops: Mock, is_swapped: bool
+) -> None:
+    first = compute(swapping, 13)
+    assert swapping.swap_out(first)
+    swapping.pool.forget_cached()
+    request = first if is_swapped else make_request(range(13))
+    ops.reset_mock()
+    ops.copy_in.side_effect = [None, MemoryError]  # of the target, of the draft
+    with pytest.raises(MemoryError):
+        swapping.admit(request)
+    names = [each[0] for each in ops.mock_calls]
+    assert names.count("copy_in") == 2 and names[-1] == "await_copies"
+    assert not request.block_ids and not request.is_swapped
+    swapping.check([first])
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyError])
+def test_a_tail_that_cannot_be_copied_is_computed_and_the_full_blocks_stay_shared(
+    kv: KVCache, ops: Mock, error: type[Exception]
+) -> None:
+    first, second = make_request(range(11)), make_request(range(11))
+    first.siblings = second.siblings = (first, second)
+    assert kv.reserve(first, 11)
+    first.commit(10)
+    ops.copy_blocks.side_effect = error
+    if error is KeyError:
+        with pytest.raises(KeyError):
+            kv.admit(second)
+        assert not second.block_ids
+    else:
+        kv.admit(second)
+        assert (second.block_ids.tolist(), second.num_computed_tokens) == (first.block_ids.tolist()[:2], 8)
+    kv.check([first, second])
+
+
 def test_the_beginnings_of_what_is_evicted_have_precedence_in_the_swap_space(swapping: KVCache, ops: Mock) -> None:
     swapping.free(compute(swapping, 29))
     assert swapping.reserve(make_request([99] * 32), 32)

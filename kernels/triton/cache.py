@@ -22,15 +22,15 @@ STAGED_BYTES = 64 * 2**20
 """Bytes of a piece of the blocks on their way in or out, which the device has twice for as long."""
 
 MAX_PIECES_OUT = 4
-"""Pieces on their way out at a time; passes wait for what goes beyond."""
+"""Pieces of one call on their way out at a time; passes wait for what goes beyond."""
 
 
 class CudaCache(TorchCache):
     """Cache operations of a CUDA device. Copies keep their order among themselves and run beside passes.
 
     Blocks on their way out are gathered piece by piece before anything else is computed, so that they may be overwritten; the
-    transfer of the last `MAX_PIECES_OUT` pieces is beside the passes. Blocks on their way in are waited for when `await_copies`
-    says so.
+    transfer of the last `MAX_PIECES_OUT` pieces of a call is beside the passes. Blocks on their way in are waited for when
+    `await_copies` says so.
 
     Args:
         upload: copies arrays to the device.

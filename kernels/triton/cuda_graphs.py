@@ -6,7 +6,6 @@ before it serves: to capture one on first use waits for the device, and may comp
 
 from __future__ import annotations
 
-import gc
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
@@ -197,8 +196,6 @@ def cuda_graph_capture() -> Capture:
     def capture(function: Callable[[], Tensor]) -> Replay | None:
         nonlocal pool
         graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        is_collecting = gc.isenabled()
-        gc.disable()  # what is collected may free memory of the device, or wait for it, which ends a capture
         try:
             with torch.cuda.graph(graph, pool=pool, stream=owner.stream, capture_error_mode="thread_local"):  # others go on
                 output = function()
@@ -210,9 +207,6 @@ def cuda_graph_capture() -> Capture:
             if not _is_of_memory(error):
                 raise
             return None
-        finally:
-            if is_collecting:
-                gc.enable()
         return Replay(graph.replay, output)
 
     return capture

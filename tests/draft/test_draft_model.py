@@ -255,7 +255,7 @@ def test_a_draft_model_that_was_made_for_another_engine_is_refused(zoo: Zoo) -> 
     drafter = first.drafter
     first.swap_draft(None)
     for use in (second.swap_draft, partial(make_engine, zoo.path("llama"))):
-        with pytest.raises(ValueError, match=r"was made for another LLM.*: allowed is the folder or hub id .*llama~"):
+        with pytest.raises(ValueError, match=r"llama~\) was made for another LLM.*: allowed is a folder or hub id"):
             use(drafter)
     first.swap_draft(drafter)
 

@@ -115,3 +115,14 @@ def test_where_logits_tie_the_chain_that_is_proposed_is_the_one_that_was_fed(bac
             children = tree.token_ids[tree.parents == parent].tolist()
             assert len(set(children)) == len(children)
     assert num_checked > 20
+
+
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+def test_a_pass_that_only_feeds_is_told(back_end: str) -> None:
+    backend = make_back_end(back_end)
+    trees = grow_by_passes(
+        RandomDraft(backend, "plain").forward, backend, [Feed(1, [0], 3, [1, 2], None)], 2, VOCAB_SIZE, BLOCK_SIZE
+    )
+    assert trees.num_nodes == 0 and trees.growth is not None
+    assert (trees.growth.num_passes, trees.growth.num_rows) == (1, 2)
+    assert (trees.growth.seconds is not None) == backend.is_host

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import count
 from types import SimpleNamespace
 from unittest.mock import MagicMock, call
@@ -61,23 +62,44 @@ def test_blocks_on_their_way_in_are_waited_for_although_others_could_not_follow(
     current.wait_event.assert_called_once_with(stream.record_event.return_value)
 
 
-def test_blocks_on_their_way_out_take_little_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fails_at", [0, 1])
+def test_blocks_on_their_way_out_take_little_memory_at_a_time(fails_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes wait before the memory of a piece is used again; the last pieces keep theirs until they are sent."""
-    stream, current, kept = MagicMock(), MagicMock(), list[torch.Tensor]()
-    stream.record_event.side_effect = count()
+    stream, current, log, events = MagicMock(), MagicMock(), list[object](), count()
+
+    @contextmanager
+    def after_passes(_: CudaCache) -> Iterator[None]:
+        log.append("copies wait")
+        yield
+        log.append("passes go on")
+
+    def gather(tensor: torch.Tensor, dim: int, ids: torch.Tensor) -> torch.Tensor:
+        log.append(("gather", len(ids)))
+        if len(ids) == fails_at:
+            raise torch.OutOfMemoryError
+        return tensor[ids]
+
+    stream.record_event.side_effect = lambda: next(events)
+    current.wait_event.side_effect = lambda event: log.append(("passes wait for", event))
     monkeypatch.setattr(CudaCache, "_stream", stream)
-    monkeypatch.setattr(CudaCache, "_after_passes", lambda _: nullcontext())
+    monkeypatch.setattr(CudaCache, "_after_passes", after_passes)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, _: kept.append(tensor))
+    monkeypatch.setattr(torch.Tensor, "index_select", gather)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, _: log.append(("keep", len(tensor))))
     monkeypatch.setattr("titan.kernels.triton.cache.STAGED_BYTES", 48)  # two blocks of 24 bytes
     monkeypatch.setattr("titan.kernels.triton.cache.MAX_PIECES_OUT", 2)
     group, host = torch.arange(48.0).view(2, 8, 3), torch.zeros(9, 2, 3)
     cache = CudaCache(lambda arrays: [torch.from_numpy(each) for each in arrays], CPU)
     sources, targets = np.array([7, 0, 1, 5, 2, 3, 4]), np.array([2, 3, 5, 6, 7, 8, 0])
-    cache.copy_out(SimpleNamespace(groups=[group]), [host], sources, targets)  # type: ignore[arg-type]
-    assert torch.equal(host[targets], group.transpose(0, 1)[sources])
-    assert [each.args for each in current.wait_event.call_args_list] == [(0,), (1,)]
-    assert [len(each) for each in kept] == [2, 1]
+    kv, sent = SimpleNamespace(groups=[group]), ["copies wait", "passes go on"]
+    with pytest.raises(torch.OutOfMemoryError) if fails_at else nullcontext():
+        cache.copy_out(kv, [host], sources, targets)  # type: ignore[arg-type]
+    pieces = [("gather", 2), *sent, ("gather", 2), *sent, ("passes wait for", 0), ("gather", 2), *sent, ("passes wait for", 1)]
+    if fails_at:  # memory for the last piece: of those before it, the copies go on
+        assert log == [*pieces, ("gather", 1), ("keep", 2)]
+    else:
+        assert log == [*pieces, ("gather", 1), *sent, ("keep", 2), ("keep", 1)]
+        assert torch.equal(host[targets], group.transpose(0, 1)[sources])
 
 
 def test_memory_that_graphs_have_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,8 @@ OFF_DWELL = 32, 256
 COMPARE_SHARE, COMPARE_RATE = 0.0025, 1 / 4
 """Share of the time that looking at that again may take, in between; and the weight of one comparison in how long they take."""
 
-MOST_LONGER = 2
-"""How many times as long as comparisons have taken one counts for at most."""
+FIRST_COMPARISONS, MOST_LONGER = 4, 2
+"""Comparisons after which it is known how long they take, and how many times as long one counts for at most then."""
 
 STEADY = 3 / 4
 """Share of the requests, and of the rows, of which it was found that nothing is drafted, that are enough for that to stand."""
@@ -33,6 +33,7 @@ class Standing:
     _num_new: int = 0  # requests since
     _may_new_draft: bool = True  # whether it may pay for new requests, although not for those
     _compare_seconds: float = 0.0
+    _num_comparisons: int = 0
 
     def begin(self, num_requests: int, num_rows: int, num_new: int) -> bool:
         """Return whether the outcome stands for a step, too; see `Controller.rest`."""
@@ -63,5 +64,6 @@ class Standing:
 
     def note_comparison(self, seconds: float) -> None:
         """Learn how long a decision with a comparison took; anything may hold one up."""
-        known = min(seconds, MOST_LONGER * self._compare_seconds) if self._compare_seconds else seconds
+        known = min(seconds, MOST_LONGER * self._compare_seconds) if self._num_comparisons >= FIRST_COMPARISONS else seconds
+        self._num_comparisons += 1
         self._compare_seconds += COMPARE_RATE * (known - self._compare_seconds)

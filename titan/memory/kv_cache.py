@@ -110,6 +110,7 @@ class KVCache:
                 self.match_prefix(request)
                 self._copy_tail(request)
         except BaseException:
+            self.await_copies()  # of one cache they may be on their way, into blocks that others get now
             self.free(request)
             raise
 
@@ -412,9 +413,15 @@ class KVCache:
             return
         source = sibling.block_ids[num_full_blocks]
         request.extend_blocks(self._allocate(1))
-        self._new_blocks.clear_in_draft(self._tensors, [source])
-        for tensor in self._tensors.values():
-            self._ops.copy_blocks(tensor, np.array([source]), np.array(request.block_ids[-1:]))
+        try:
+            self._new_blocks.clear_in_draft(self._tensors, [source])
+            for tensor in self._tensors.values():
+                self._ops.copy_blocks(tensor, np.array([source]), np.array(request.block_ids[-1:]))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self.pool.release(request.roll_back(num_full_blocks))
+            return
         self._new_blocks.note_written(request.block_ids[-1:])
         if request.num_drafted_context == request.num_computed_tokens:
             request.cover_draft(max(min(sibling.num_drafted_context, num_tokens) - request.num_drafted_context, 0))

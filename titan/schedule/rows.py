@@ -121,15 +121,16 @@ class RowChooser:
             if scheduler.running and num_lacking + self._num_spare_blocks(request) > 0:
                 return "blocks"
             is_delayed = self._kv.awaits_sibling(request) or (request.is_swapped and bool(self._plan.requests))
-            scheduler.start(request)
+            has_memory = scheduler.start(request)
             if not is_delayed:  # else its KV arrives beside this step's passes, or with later ones
                 self._kv.await_copies()
                 num_tokens = self._first_chunk(request)
                 num_drafts = self._num_drafts(request, num_tokens)
                 is_reserved = self._kv.reserve(request, request.num_computed_tokens + num_tokens + num_drafts)
-                if is_reserved:  # else there was no memory for its copies from the swap space, and less is computed of it
+                is_alone = len(scheduler.running) == 1
+                assert is_reserved or not (has_memory or is_alone), "a request that runs alone fits: larger ones are refused"
+                if is_reserved:
                     self._add(request, num_tokens, num_drafts)
-                assert is_reserved or len(scheduler.running) > 1, "a request that runs alone fits: larger ones are refused"
             num_missing += self.num_missing_blocks([request])
         return None
 
