@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -110,10 +111,8 @@ def _check_drafter(drafter: Drafter, spec: object) -> None:
 
 def _check_made_for(drafter: DraftModelDrafter, context: DraftContext) -> None:
     """Refuse a draft model that goes by the vocabulary, the options and the threads or the device of another engine."""
-    names = ("backend", "tokenizer", "target_vocab_size", "max_num_batched_tokens")
-    if any(getattr(drafter.context, name) is not getattr(context, name) for name in names[:2]) or any(
-        getattr(drafter.context, name) != getattr(context, name) for name in names[2:]
-    ):
+    of_engine = attrgetter("backend", "tokenizer", "target_vocab_size", "max_num_batched_tokens")
+    if of_engine(drafter.context) != of_engine(context):
         raise ValueError(
             f"draft_model={drafter!r} ({drafter.name}) was made for another LLM, whose vocabulary and options it goes by: allowed "
             f"is a folder or hub id, or one that was made with the draft_context() of this engine"

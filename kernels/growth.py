@@ -53,13 +53,12 @@ def grow_by_passes(
         vocab_size: of the trees.
         block_size: tokens per KV block.
     """
-    passes = TimedPasses(forward)
+    passes = TimedPasses(forward, is_timed=backend.is_host)
     root_logits = passes.run(root_batch(feeds, block_size))
     growing = [feed for feed in feeds if feed.spec is not None]
     first_scores = np.full(num_rows, np.nan, np.float32)
     if not growing:
-        report = passes.report(first_scores, is_timed=backend.is_host)
-        return replace(DraftTrees.empty(num_rows, backend.device), growth=report)
+        return replace(DraftTrees.empty(num_rows, backend.device), growth=passes.report(first_scores))
     draft_vocab_size = root_logits.shape[-1]
     root_logits, groups = of_vocabulary(root_logits, vocab_size), _group(growing)
     growths: list[Growth] = []
@@ -81,12 +80,12 @@ def grow_by_passes(
         for growth, logits in zip(active, of_growths, strict=True):
             growth.extend(depth, logits)
     trees = backend.trees.select([growth.candidates() for growth in growths], num_rows)
-    if not backend.is_host:
-        return replace(trees, growth=passes.report(first_scores, is_timed=False))
-    for growth in growths:
-        if isinstance(growth, BeamGrowth):
-            first_scores[growth.rows] = growth.first_scores.numpy()
-    return replace(trees.packed(), growth=passes.report(first_scores, is_timed=True))
+    if backend.is_host:
+        trees = trees.packed()
+        for growth in growths:
+            if isinstance(growth, BeamGrowth):
+                first_scores[growth.rows] = growth.first_scores.numpy()
+    return replace(trees, growth=passes.report(first_scores))
 
 
 def of_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
@@ -96,10 +95,10 @@ def of_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
 
 
 class TimedPasses:
-    """Runs and times passes."""
+    """Runs passes, and times them where they end when they return: not on a device that computes beside the host."""
 
-    def __init__(self, forward: Forward) -> None:
-        self._forward = forward
+    def __init__(self, forward: Forward, *, is_timed: bool) -> None:
+        self._forward, self._is_timed = forward, is_timed
         self._num_passes = self._num_rows = 0
         self._seconds = 0.0
 
@@ -111,9 +110,9 @@ class TimedPasses:
         self._num_passes, self._num_rows = self._num_passes + 1, self._num_rows + len(batch.token_ids)
         return logits
 
-    def report(self, first_scores: NDArray[np.float32], *, is_timed: bool) -> GrowthReport:
-        """Return what the passes took; on a device that computes beside the host, the time is unknown."""
-        return GrowthReport(self._num_passes, self._num_rows, self._seconds if is_timed else None, first_scores)
+    def report(self, first_scores: NDArray[np.float32]) -> GrowthReport:
+        """Return what the passes took."""
+        return GrowthReport(self._num_passes, self._num_rows, self._seconds if self._is_timed else None, first_scores)
 
 
 def root_batch(feeds: Sequence[Feed], block_size: int) -> RaggedBatch:

@@ -14,6 +14,9 @@ from titan.core.request import Request
 from titan.core.trees import EMPTY_TREE, DraftTree, DraftTrees, Upload
 from titan.sample.logits import TransformedRows, TransformResult, transform_logits
 
+NO_TOKENS = np.zeros(0, np.int64)
+"""The different tokens of a prompt that nobody asks for."""
+
 
 def looks_at_prefix(request: Request) -> bool:
     """Whether the options of a request look at drafted prefixes in this step."""
@@ -40,8 +43,8 @@ def transform_rows(
         tree = EMPTY_TREE if trees is None else trees[i]
         if request.has_transforms:
             paths, output = _paths(tree, first), request.output_token_ids
-            prompt = request.prompt_token_ids, request.distinct_prompt_ids
-            transforms.append(TransformedRows(request.params, *prompt, output, paths))
+            distinct = request.distinct_prompt_ids if request.params.repetition_penalty != 1.0 else NO_TOKENS
+            transforms.append(TransformedRows(request.params, request.prompt_token_ids, distinct, output, paths))
             longest = max(map(len, request.bad_word_ids), default=0)
             for row, path in paths.items() if longest else ():
                 forbidden[row].update(_last_of_bad_words([*output[-longest:], *path], request.bad_word_ids))

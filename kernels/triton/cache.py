@@ -19,7 +19,7 @@ from titan.kernels.torch.cache import TorchCache, host_shape, runs
 from titan.kernels.triton.streams import StreamOwner, own_stream
 
 STAGED_BYTES = 64 * 2**20
-"""Bytes of a piece of the blocks on their way in or out, which the device has twice for as long."""
+"""Bytes of a piece of the blocks on their way in or out, of which the device has a copy meanwhile."""
 
 MAX_PIECES_OUT = 4
 """Pieces of one call on their way out at a time; passes wait for what goes beyond."""

@@ -26,7 +26,7 @@ class TransformedRows:
 
     params: SamplingParams
     prompt_token_ids: list[int]
-    distinct_prompt_ids: Ints  # of these
+    distinct_prompt_ids: Ints  # of these, if there is a repetition penalty
     output_token_ids: list[int]
     paths: Mapping[int, list[int]]  # row -> draft tokens after the output, down to the row's node; empty at the root
 
@@ -123,7 +123,7 @@ def _penalize(scores: Tensor, requests: list[TransformedRows], upload: Upload) -
             np.array(strengths, np.float32),
             *_entries(enumerate(each.output_token_ids for each in requests)),
             *_entries(enumerate(path for each in requests for path in each.paths.values())),
-            *_entries(enumerate(each.distinct_prompt_ids if each.params.repetition_penalty != 1.0 else () for each in requests)),
+            *_entries(enumerate(each.distinct_prompt_ids for each in requests)),
         ]
     )
     outputs, paths, prompts = (entries[i : i + 2] for i in (0, 2, 4))
