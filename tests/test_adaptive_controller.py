@@ -427,6 +427,15 @@ def test_a_decision_is_of_its_requests_in_whatever_order_they_come() -> None:
     assert [worth is not None for worth in controller.choose(load).worths] == [True] * 4
 
 
+def test_a_long_context_is_fed_beside_requests_that_draft() -> None:
+    """However long that takes; of several, one at a time."""
+    controller, load, drafting = drafting_controller()
+    controller.observe(drafting)
+    short, long = Candidate(counts(0.9, 500.0), 6, 1, 10_000, True), Candidate(counts(0.9, 500.0), 6, 4000, 10_000, True)
+    decision = controller.choose(load._replace(candidates=[short, long._replace(num_missing=4001), long, short]))
+    assert [bool(count) for count in decision.num_nodes] == [True, False, True, True]
+
+
 def test_drafts_that_did_not_come_are_not_repeated() -> None:
     """A drafter failed, or the step ran in parts, of which nothing is told."""
     controller, _, outcome = drafting_controller()

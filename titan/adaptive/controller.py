@@ -58,8 +58,8 @@ it may then have been."""
 LEARNED_TOGETHER = 0.02
 """Seconds up to which steps that repeat a decision are learned from together, since that takes time, too."""
 
-MAX_FEED = 2.0
-"""Plain steps in whose time the draft may be fed in one step."""
+MAX_FEED = 1.0
+"""Plain steps in whose time the draft may be fed in one step what it has missed of several requests."""
 
 
 class Decision(NamedTuple):
@@ -216,13 +216,16 @@ class Controller:
         return self._num_since_plain < 0
 
     def _delay(self, load: Load, num_nodes: list[int]) -> None:
-        """Let the requests that owe most wait, so that the draft is not fed for longer than a few steps without it take."""
-        if self.costs.draft is None or all(each.is_fed for each in load.candidates):
+        """Let requests wait, those that owe most, and never all, while feeding the draft would take longer than a step."""
+        owing = [i for i, count in enumerate(num_nodes) if count and not load.candidates[i].is_fed]
+        if self.costs.draft is None or not owing:
             return
-        num_rows, most = 0, MAX_FEED * self.costs.plain_seconds(load)
-        for i in sorted((i for i, count in enumerate(num_nodes) if count), key=lambda i: load.candidates[i].num_missing):
+        most = MAX_FEED * self.costs.plain_seconds(load)
+        first, *others = sorted(owing, key=lambda i: load.candidates[i].num_missing)
+        num_rows = load.candidates[first].num_missing
+        for i in others:
             num_rows += load.candidates[i].num_missing
-            if num_rows > load.candidates[i].num_missing and self.costs.draft.predict(num_rows, load.num_context_tokens) > most:
+            if self.costs.draft.predict(num_rows, load.num_context_tokens) > most:
                 num_nodes[i] = 0
 
     def _compare(self, load: Load) -> None:
@@ -319,13 +322,14 @@ class Controller:
     def _note_yield(self, load: Load, decision: Decision, outcomes: Sequence[Outcome]) -> None:
         """Compare what steps brought with what was planned, if they had nothing else to do, and the plan was for such steps."""
         planned, prices, n = self.optimum, self._prices, len(load.candidates)
-        if prices is None or decision.num_nodes != planned.num_nodes or not n == load.num_rows == prices.load.num_lasting:
+        if prices is None or not n == load.num_rows == prices.load.num_lasting:
             return
         drafting, has_passes = [i for i, count in enumerate(decision.num_nodes) if count], self.costs.draft is not None
         more = planned.seconds - prices.plain_seconds
         is_fed = not has_passes or all(load.candidates[i].is_fed for i in drafting)
+        is_as_planned = is_fed and decision.num_nodes == planned.num_nodes
         has_failed = has_passes and not any(each.num_nodes or each.num_draft_passes for each in outcomes)
-        if more < LEAST_MORE * prices.plain_seconds or not (is_fed or has_failed):
+        if more < LEAST_MORE * prices.plain_seconds or not (is_as_planned or has_failed):
             return
         chains = [(decision.num_nodes[i], self._estimates.means[i]) for i in drafting]
         planned_gain = sum([p * (1 - p**count) / (1 - p) if p < 1 else count for count, p in chains])
