@@ -59,6 +59,22 @@ def test_stray_bytes_do_not_swallow_the_text_around_them(pieces: list[str | byte
     assert grow(tokenizer, [], token_ids)[-1] == tokenizer.decode(token_ids) == data.decode(errors="replace")
 
 
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(deadline=None, derandomize=True)
+@given(text=TEXTS, num_cut=st.integers(0, 3), prompt=st.text(max_size=3))
+@example(text="ភាសាខ្មែរ🤗", num_cut=2, prompt="")
+def test_all_at_once_or_one_by_one_tokens_give_the_same_text(name: str, text: str, num_cut: int, prompt: str) -> None:
+    """Whole characters stay, even if the last one is cut."""
+    tokenizer = TOKENIZERS[name]()
+    data, before = text.encode(), byte_tokens(tokenizer, prompt.encode())
+    cut = data[: len(data) - num_cut]
+    token_ids, detokenizer = byte_tokens(tokenizer, cut), IncrementalDetokenizer(tokenizer, before, skip_special_tokens=True)
+    detokenizer.finish(token_ids)
+    assert detokenizer.text == grow(tokenizer, before, token_ids)[-1]
+    if not prompt:  # else a space after it counts
+        assert detokenizer.text.rstrip(REPLACEMENT).lstrip(" ") == cut.decode(errors="ignore").rstrip(REPLACEMENT).lstrip(" ")
+
+
 @pytest.mark.parametrize("is_bytes", [True, False])
 @pytest.mark.parametrize("name", TOKENIZERS)
 @settings(deadline=None, derandomize=True)

@@ -47,7 +47,13 @@ class IncrementalDetokenizer:
 
     def finish(self, token_ids: Sequence[int] = ()) -> None:
         """Add the last output tokens and release the text that is held back."""
-        self._token_ids.extend(token_ids)
+        if token_ids and REPLACEMENT in self._decode(
+            [*self._token_ids, *token_ids]
+        ):  # it may have garbled whole characters beside it
+            for token_id in token_ids:
+                self.append(token_id)
+        else:
+            self._token_ids.extend(token_ids)
         self._release(hold_incomplete=False)
 
     def _release(self, *, hold_incomplete: bool) -> None:
