@@ -34,6 +34,15 @@ TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
+OF_PARTS = (
+    "{% for message in messages %}{{ message.role }}: "
+    "{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+    "{{ '\n' }}{% endfor %}assistant:"
+)
+OF_BOTH = OF_PARTS.replace("{% for part", "{% if message.content is string %}{{ message.content }}{% else %}{% for part").replace(
+    "{% endfor %}{{", "{% endfor %}{% endif %}{{"
+)
+REFUSING = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}" + TEMPLATE
 
 
 @pytest.fixture(scope="module")
@@ -330,7 +339,22 @@ def test_chat_generates_after_the_template(llm: LLM, monkeypatch: pytest.MonkeyP
     expected = llm.generate(prompts, params, use_tqdm=False)
     chatted = llm.chat(ASK, params[0], use_tqdm=False) + llm.chat([ASK, longer], params, use_tqdm=False)
     for output, written in zip(chatted, [expected[0], *expected], strict=True):
-        assert (output.outputs, output.prompt_token_ids) == (written.outputs, written.prompt_token_ids)
+        assert (output.outputs, output.prompt) == (written.outputs, written.prompt)
+        assert output.prompt_token_ids == written.prompt_token_ids
+
+
+@pytest.mark.parametrize(
+    ("template", "between"),
+    [(TEMPLATE, "\n"), (OF_PARTS, ""), (OF_BOTH, ""), (REFUSING, "\n")],
+    ids=["text", "parts", "both", "system"],
+)
+def test_content_reaches_a_template_as_it_takes_it(llm: LLM, template: str, between: str) -> None:
+    """One that loops over parts would show nothing of text, and one that does not would show parts as Python does."""
+    parts = [{"type": "text", "text": "the dog"}, {"type": "input_text", "text": " is lazy"}, "?"]
+    messages = [{"role": "system", "content": "in brief"}, {"role": "user", "content": parts}]
+    [output] = llm.chat(messages, greedy(1), use_tqdm=False, chat_template=template)
+    assert output.prompt == f"system: in brief\nuser: {between.join(('the dog', ' is lazy', '?'))}\nassistant:"
+    assert output.prompt_token_ids == llm.get_tokenizer().encode(output.prompt, add_special_tokens=False)
 
 
 def test_swap_draft_and_metrics(llm: LLM, zoo: Zoo) -> None:

@@ -1,4 +1,4 @@
-"""Conversations: messages to token ids by a tokenizer's chat template."""
+"""Conversations: messages to prompts by a tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ Conversation = Sequence[Message]
 TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of content parts that are text; each has it under "text"."""
 
+PROBE = "titan-probe"
+"""Content that shows whether a template takes text, or parts."""
 
 OWN_OPTIONS = ("conversation", "tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length")
 """Arguments of ``apply_chat_template`` that are no variables of a template; some would cut prompts, of other threads as well."""
@@ -50,26 +52,57 @@ def template_options(own: Mapping[str, Any], kwargs: object) -> dict[str, Any]:
     return {**own, **kwargs}
 
 
-def render_chat(tokenizer: Any, messages: object, /, **options: Any) -> list[int]:
-    """Return the prompt of a conversation.
+class ChatTemplate:
+    """A chat template, as it is called.
+
+    Templates that loop over the parts of a message's content show nothing of one that is text, or its characters; others show a
+    list of parts as Python does. Which kind this is, it shows itself. Where it takes parts, they are left as they are; else they
+    become lines, as in vLLM.
 
     Args:
         tokenizer: a transformers tokenizer with a chat template.
-        messages: of the conversation.
         options: of the tokenizer's ``apply_chat_template``, from `template_options`.
-
-    Raises:
-        ValueError: a message cannot be used, or the template refuses the conversation.
     """
-    if not isinstance(messages, list | tuple) or not messages:
-        raise ValueError(f"messages has {shown(messages)}, which is not a conversation: it must be a non-empty list of messages")
-    read = [_read_message(i, message) for i, message in enumerate(messages)]
-    try:
-        token_ids: list[int] = tokenizer.apply_chat_template(read, tokenize=True, return_dict=False, **options)
-    except Exception as error:  # a template can raise anything
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"messages={shown(messages)} cannot be rendered by the chat template: {reason}") from error
-    return token_ids
+
+    def __init__(self, tokenizer: Any, **options: Any) -> None:
+        self._tokenizer, self._options = tokenizer, options
+        by_text, by_parts = self._try(PROBE), self._try(_as_parts([PROBE]))
+        self._takes_text = PROBE in by_text or PROBE not in by_parts  # a template may refuse such a conversation anyway
+        self._takes_parts = PROBE in by_parts and (by_parts == by_text or not self._takes_text)
+
+    def render(self, messages: object) -> dict[str, Any]:
+        """Return the prompt of a conversation, as text and token ids.
+
+        Raises:
+            ValueError: a message cannot be used, or the template refuses the conversation.
+        """
+        if not isinstance(messages, list | tuple) or not messages:
+            raise ValueError(
+                f"messages has {shown(messages)}, which is not a conversation: it must be a non-empty list of messages"
+            )
+        read = [_read_message(i, message) for i, message in enumerate(messages)]
+        for message in read:
+            message["content"] = self._as_taken(message["content"])
+        try:
+            return {"prompt": self._apply(read, tokenize=False), "prompt_token_ids": self._apply(read, tokenize=True)}
+        except Exception as error:  # a template can raise anything
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ValueError(f"messages={shown(messages)} cannot be rendered by the chat template: {reason}") from error
+
+    def _as_taken(self, content: str | list[str]) -> str | list[dict[str, str]]:
+        if isinstance(content, str):
+            return content if self._takes_text else _as_parts([content])
+        return _as_parts(content) if self._takes_parts else "\n".join(content)
+
+    def _try(self, content: object) -> str:
+        try:
+            text: str = self._apply([{"role": "user", "content": content}], tokenize=False)
+        except Exception:  # noqa: BLE001 - a template can raise anything, which says that it does not take such a message
+            return ""
+        return text
+
+    def _apply(self, messages: list[dict[str, Any]], *, tokenize: bool) -> Any:
+        return self._tokenizer.apply_chat_template(messages, tokenize=tokenize, return_dict=False, **self._options)
 
 
 def as_conversations(messages: Any) -> list[Any]:
@@ -87,7 +120,7 @@ def as_conversations(messages: Any) -> list[Any]:
 
 
 def _read_message(index: int, message: object) -> dict[str, Any]:
-    """Return a message whose content is text, and whose tool calls have their arguments as dicts, as templates expect them."""
+    """Return a message with its content as text, or texts of parts, and its tool calls' arguments as the dicts templates expect."""
     name = f"messages[{index}]"
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ValueError(f'{name}={shown(message)} is not allowed: it must be {{"role": "...", "content": "..."}}')
@@ -102,13 +135,16 @@ def _read_message(index: int, message: object) -> dict[str, Any]:
     return read
 
 
-def _read_content(name: str, content: object) -> str:
-    """Return content as text; parts are lines, as in vLLM."""
+def _read_content(name: str, content: object) -> str | list[str]:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list | tuple):
         raise ValueError(f"{name} has content {shown(content)}: it must be a str or a list of text parts")
-    return "\n".join(_read_part(name, part) for part in content)
+    return [_read_part(name, part) for part in content]
+
+
+def _as_parts(texts: Sequence[str]) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
 
 
 def _read_part(name: str, part: object) -> str:

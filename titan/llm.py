@@ -7,7 +7,7 @@ from copy import deepcopy
 from os import PathLike, fspath
 from typing import Any, Unpack
 
-from titan.chat import Conversation, as_conversations, render_chat, template_options
+from titan.chat import ChatTemplate, Conversation, as_conversations, template_options
 from titan.core.checks import check_bool, check_path, shown
 from titan.core.metrics import EngineMetrics
 from titan.core.outputs import RequestOutput
@@ -132,7 +132,8 @@ class LLM:
 
         Args:
             messages: ``[{"role": "user", "content": "..."}, ...]``, or a sequence of such conversations. Content is text, or a list
-                of parts ``{"type": "text", "text": "..."}``, which become lines; a message with ``tool_calls`` may have none.
+                of parts ``{"type": "text", "text": "..."}``, which become lines if the template does not take them as they are; a
+                message with ``tool_calls`` may have none.
             sampling_params: as in `generate`.
             use_tqdm: as in `generate`.
             chat_template: used in place of the tokenizer's.
@@ -154,10 +155,10 @@ class LLM:
         options, tokenizer = template_options(own, chat_template_kwargs), self.frontend.tokenizer
         if tokenizer is None or not (chat_template or tokenizer.chat_template):
             raise ValueError("chat() needs a tokenizer with a chat template, and the model has none: use generate()")
-        prompts: list[Prompt | ValueError] = []
+        template, prompts = ChatTemplate(tokenizer, **options), list[Prompt | ValueError]()
         for conversation in as_conversations(messages):
             try:
-                prompts.append(render_chat(tokenizer, conversation, **options))
+                prompts.append(template.render(conversation))
             except ValueError as error:
                 prompts.append(error)
         return self._generate(prompts, sampling_params, use_tqdm, terms)
