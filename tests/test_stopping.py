@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate, pairwise, product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from stepping import check_blocks, greedy, make_engine, submit
 from text_tools import make_byte_tokenizer
+from transformers import AutoTokenizer
 from zoo import EOS_TOKEN_IDS, Zoo, random_prompts
 
 from titan import LLM, RequestOutput, SamplingParams
@@ -144,6 +146,19 @@ def check_metrics(output: RequestOutput) -> None:
     assert sorted(metrics.accepted_per_depth, reverse=True) == metrics.accepted_per_depth
     assert metrics.first_scheduled_time is not None and metrics.first_token_time is not None and metrics.finished_time is not None
     assert metrics.arrival_time <= metrics.first_scheduled_time <= metrics.first_token_time <= metrics.finished_time
+
+
+def test_the_tokenizers_end_of_sequence_ends_an_output_too(zoo: Zoo, tmp_path: Path) -> None:
+    """As in vLLM; configs of models made from base models may name only what ends a document."""
+    tokens = zoo.greedy("llama+text", PROMPT, 12, ignore_eos=True)
+    tokenizer = AutoTokenizer.from_pretrained(zoo.path("llama+text"))
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(tokens[5])
+    tokenizer.save_pretrained(tmp_path)
+    llm = LLM(zoo.path("llama+text"), tokenizer=tmp_path, dtype="float32", device="cpu", num_kv_blocks=16)
+    completion = run(llm, greedy(12)).outputs[0]
+    assert tokens[5] not in EOS_TOKEN_IDS and tokens[5] not in tokens[:5]
+    assert (completion.token_ids, completion.finish_reason, completion.stop_reason) == (tokens[:6], "stop", None)
+    assert run(llm, greedy(12, ignore_eos=True)).outputs[0].token_ids == tokens
 
 
 @pytest.mark.parametrize("draft", DRAFTS)

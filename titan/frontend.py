@@ -46,6 +46,9 @@ class FrontEnd:
         self.tokenizer = tokenizer
         self.loop = StepLoop(engine)
         self._numbers = count()
+        of_text = getattr(tokenizer, "eos_token_id", None)  # what ends an answer, where a config names only what ends a document
+        is_known = of_text is not None and of_text < engine.limits.vocab_size
+        self._eos_token_ids = (*engine.model_config.eos_token_ids, *((of_text,) if is_known else ()))
 
     def generate(
         self,
@@ -108,7 +111,7 @@ class FrontEnd:
         bad_word_ids = tuple(self._encode_bad_words(params.bad_words or ()))
         number = next(self._numbers)
         is_text_needed = self.tokenizer is not None and params.detokenize and (needs_text or params.stop_strings)
-        eos_token_ids = () if params.ignore_eos else self.engine.model_config.eos_token_ids
+        eos_token_ids = () if params.ignore_eos else self._eos_token_ids
         stop_token_ids = frozenset((*eos_token_ids, *(params.stop_token_ids or ())))
         seed = params.seed
         if seed is None:
