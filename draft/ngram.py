@@ -5,12 +5,15 @@ Saxena, "Prompt lookup decoding", 2023. Costs no model pass; pays off if the out
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from titan.core.arrays import Ints
 from titan.core.checks import check_integer
 from titan.core.limits import MAX_NODES
+from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import DraftTree
 
@@ -31,27 +34,34 @@ class NgramDrafter:
         self.max_ngram = check_integer("max_ngram", max_ngram, 1)
         if self.min_ngram > self.max_ngram:
             raise ValueError(f"min_ngram={min_ngram}, max_ngram={max_ngram}: 1 <= min_ngram <= max_ngram must hold")
+        self._tokens: WeakKeyDictionary[Request, array[int]] = WeakKeyDictionary()  # converting all at each step would take long
 
     def propose(self, plan: StepPlan) -> list[DraftTree]:
         return [
-            DraftTree.chain(self.lookup(request.token_ids, budget))
+            DraftTree.chain(self.lookup(self._tokens_of(request), budget) if budget else [])
             for request, budget in zip(plan.requests, plan.draft_budgets, strict=True)
         ]
 
     def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
-        """Do nothing: each lookup reads the request's tokens again."""
+        """Do nothing: a lookup takes the request's new tokens first."""
 
-    def lookup(self, token_ids: Sequence[int], budget: int) -> list[int]:
-        """Return up to ``budget`` tokens that followed the most recent earlier occurrence of the longest suffix that has one."""
-        if budget == 0:
-            return []
-        tokens = np.asarray(token_ids, np.int64)
-        for length in range(min(self.max_ngram, len(tokens) - 1), self.min_ngram - 1, -1):
-            suffix = tokens[-length:]
-            windows = np.lib.stride_tricks.sliding_window_view(tokens[:-1], length)
-            places = np.flatnonzero((windows == suffix).all(axis=1))
-            if len(places):
-                first = int(places[-1]) + length
-                continuation: list[int] = tokens[first : first + budget].tolist()
-                return continuation
-        return []
+    def lookup(self, tokens: Ints, budget: int) -> list[int]:
+        """Return up to ``budget`` tokens that followed the most recent earlier occurrence of the longest suffix that has one.
+
+        Args:
+            tokens: int64 [n], at least one.
+            budget: how many to return at most.
+        """
+        found, ends = list[int](), np.flatnonzero(tokens[:-1] == tokens[-1])  # of earlier occurrences of the suffix
+        for length in range(1, min(self.max_ngram, len(tokens) - 1) + 1):
+            if length >= self.min_ngram and len(ends):
+                first = ends[-1] + 1
+                found = tokens[first : first + budget].tolist()
+            ends = ends[ends >= length]
+            ends = ends[tokens[ends - length] == tokens[-1 - length]]
+        return found
+
+    def _tokens_of(self, request: Request) -> Ints:
+        tokens = self._tokens.setdefault(request, array("q"))
+        tokens.extend(request.token_ids[len(tokens) :])
+        return np.frombuffer(tokens, np.int64)

@@ -38,7 +38,7 @@ class Detokenizer(Protocol):
         """Complete the text after the last token."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
     """A request inside the engine: one completion of one prompt. If a user asks for several, they are **siblings**.
 
