@@ -197,6 +197,18 @@ def test_machine_that_was_slow_leaves_no_wrong_choice(machine: Machine, n: int, 
     assert min(rate / best for rate, best in zip(rates, fixed, strict=True)) >= 0.9
 
 
+@pytest.mark.parametrize(("machine", "num_steps"), [(DEMO, 600), (BIG16, 1200)], ids=str)
+def test_what_slowed_long_passes_alone_is_forgotten(machine: Machine, num_steps: int) -> None:
+    """Where nothing is drafted, there are none that would show that it is over."""
+    slow = replace(machine, target=lambda rows, context: machine.target(rows, context) * (3 if rows > 8 else 1))
+    for seed in range(2):
+        fleet, policy, shares = Fleet(machine, [Text(0.8) for _ in range(8)], seed=seed), controller_of(machine), list[float]()
+        for each, count in ((machine, 200), (slow, 300), (slow, 100), (machine, num_steps), (machine, 100)):
+            fleet.machine = each
+            shares.append(float(np.mean(np.array(fleet.run(policy, count).nodes) > 0)))
+        assert shares[2] < 0.1 < 0.8 < shares[4]
+
+
 @pytest.mark.parametrize(("acceptance", "least"), [(0.2, 0.965), (0.9, 1.4)])
 def test_profile_with_noise(acceptance: float, least: float) -> None:
     rng = np.random.default_rng(1)

@@ -106,6 +106,7 @@ class Controller:
         self._num_rested = 0  # steps since anything was decided
         self._num_repeats = 0  # next steps for which the last decision, or rest, may be taken unlooked at
         self._rest_seconds = 0.0  # that each of them is taken to last after a rest
+        self._num_unseen = 0  # of these, those that have passed
         self._num_since_plain = 0  # steps since one was plain; below 0: plain ones still to come
         self._estimates = estimate(self.fleet, self.past, (AcceptanceCounts(),))
         self._hoped: list[int] = []
@@ -131,7 +132,7 @@ class Controller:
         if self.optimum.drafts:
             self._num_since_plain += 1
         else:
-            self._num_rested += 1
+            self._num_rested, self._num_unseen = self._num_rested + 1, self._num_unseen + 1
             self._probes.add_time(self._rest_seconds)
         return True
 
@@ -154,7 +155,8 @@ class Controller:
 
     def observe_rest(self, load: Load, num_requests: int, outcome: Outcome) -> None:
         """Learn from a step in which the controller rested; the load has no candidates."""
-        self.costs.note_plain(load, num_requests, outcome)
+        self.costs.note_plain(load, num_requests, outcome, self._num_unseen)
+        self._num_unseen = 0
         plain_seconds = self.costs.plain_seconds(load, num_requests)
         self._probes.observe(outcome.seconds, plain_seconds, None, num_requests)
         if load.num_rows == num_requests and not self._probes.num_cold:

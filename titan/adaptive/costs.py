@@ -51,20 +51,23 @@ class Costs:
         per_row = min(max((second - first) / n, 0.0), first / n)
         return first - n * per_row, per_row
 
-    def note_plain(self, load: Load, num_requests: int, outcome: Outcome) -> None:
+    def note_plain(self, load: Load, num_requests: int, outcome: Outcome, num_unseen: int = 0) -> None:
         """Learn from a step without drafts.
 
         Args:
             load: of the step; its candidates do not matter.
             num_requests: that emitted tokens.
             outcome: of the step.
+            num_unseen: steps like it before it, of which nothing is known.
         """
         is_cold = self._count_steps(1, is_drafting=False)
+        self.target.age(num_unseen)
         rows, context = load.num_rows, load.num_context_tokens
         if rows == num_requests:  # what prompts take says little of what decodes do
             change = _note_pass(self.target, (rows, context), outcome.target_seconds, is_cold)
             if self.draft is not None:
                 self.draft.follow(change)
+                self.draft.age(1 + num_unseen)
         if num_requests:
             self._note_host(num_requests, 0, outcome.host_seconds, is_cold)
 

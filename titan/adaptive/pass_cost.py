@@ -30,8 +30,8 @@ pass adds to it."""
 FOLLOWED = 0.8
 """How much of a change of one model's pace that of another is expected to share while it does not run."""
 
-SHAPE_AGE, SHAPE_MEMORY = 64, 255 / 256
-"""Passes of other sizes after which a curve's error is believed less, and by what share per pass: what held it up may be over."""
+SHAPE_MEMORY = 1023 / 1024
+"""Share of a curve's error that a pass leaves, of whatever kind: what held some passes up may be over, and not be seen to be."""
 
 
 @dataclass(slots=True)
@@ -88,13 +88,17 @@ class PassCost:
         octave = log2(num_rows)
         low = int(octave)
         share = octave - low
-        shape = (1 - share) * self._shape(low) + share * self._shape(low + 1)
-        factor = exp(self._pace.value + self._company[is_alternating].value + shape)
+        shape = (1 - share) * self._aged(self._shapes[low]) + share * self._aged(self._shapes[low + 1])
+        factor = exp(self._pace.value + self._aged(self._company[is_alternating]) + shape)
         return factor * (self._curve(num_rows) + self.seconds_per_context_token * num_context_tokens)
 
     def follow(self, change: float) -> None:
         """Change the pace as that of another model has changed: mostly it is the machine's."""
         self._pace.value += FOLLOWED * change
+
+    def age(self, num_steps: int) -> None:
+        """Let errors of the curve be believed less, after steps without a pass, or of whose passes nothing is known."""
+        self._num_seen += num_steps
 
     def note(
         self, num_rows: float, num_context_tokens: float, seconds: float, is_alternating: bool = False, num_steps: int = 1
@@ -112,11 +116,11 @@ class PassCost:
             By how much the logarithm of the pace has changed.
         """
         octave = round(log2(num_rows))
-        shape = self._shapes[octave]
-        shape.value, shape.seen_at = self._shape(octave), self._num_seen
+        shape, company = self._shapes[octave], self._company[is_alternating]
+        for belief in (shape, company):
+            belief.value, belief.seen_at = self._aged(belief), self._num_seen
         self._num_seen += num_steps
         expected = self._curve(num_rows) + self.seconds_per_context_token * num_context_tokens
-        company = self._company[is_alternating]
         surprise = log(seconds / expected) - shape.value - company.value - self._pace.value
         total = shape.variance + company.variance + self._pace.variance + self._deviation**2
         reach = MAX_DEVIATIONS * sqrt(total)
@@ -130,9 +134,8 @@ class PassCost:
         self._pace.learn(surprise, total, num_steps * (PACE_DRIFT + trend))
         return self._pace.value - before
 
-    def _shape(self, octave: int) -> float:
-        shape = self._shapes[octave]
-        return shape.value * SHAPE_MEMORY ** max(0, self._num_seen - shape.seen_at - SHAPE_AGE)
+    def _aged(self, belief: Belief) -> float:
+        return belief.value * SHAPE_MEMORY ** (self._num_seen - belief.seen_at)
 
     def _curve(self, num_rows: float) -> float:
         sizes, seconds = self.sizes, self.seconds
