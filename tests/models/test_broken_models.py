@@ -386,11 +386,12 @@ def hub(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
         shutil.copytree(whole / copied, folder := tmp_path / "hub" / name)
         for unread in ("consolidated.safetensors", "pytorch_model.bin", "model-Q4.gguf", "stray.safetensors", "README.md"):
             (folder / unread).touch()
+        (folder / "qwen.tiktoken").touch()
     return Hub(tmp_path, monkeypatch)
 
 
 SMALL = {"config.json", "generation_config.json"}
-TOKENIZER = {"tokenizer.json", "tokenizer_config.json"}
+TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "qwen.tiktoken"}
 
 
 def test_of_a_hub_id_what_is_read_is_downloaded_once_and_of_one_commit(hub: Hub, tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ SAMPLING_DEFAULTS |= {"max_new_tokens": "max_tokens"}
 """Names in a generation config, and in `SamplingParams`."""
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
-TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
+TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")
 TOKENIZER_SIGNS = ("tokenizer*", "vocab.*", "merges.txt", "spiece.model")
 """Files of which a folder with a tokenizer has at least one."""
 
