@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from families import LONGROPE
-from tiny_models import SIZES
+from stepping import greedy, make_engine, run_all
+from tiny_models import SIZES, make_model
 
 from titan.models.config import DecoderConfig
 from titan.models.files import ModelFiles
@@ -30,6 +31,22 @@ def test_the_generation_config_decides_on_the_end_tokens(tmp_path: Path) -> None
     assert read(tmp_path).eos_token_ids == (7, 8)
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.5}')
     assert read(tmp_path).eos_token_ids == (2,)
+
+
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_end_tokens_outside_the_vocabulary_are_none(tmp_path: Path, model_impl: str, file: str) -> None:
+    """A request that may not end yet forbids its end tokens, of which there must be logits."""
+    model, prompts = make_model(tmp_path), [[5, 6, 7], [8, 9]]
+    content = json.loads((tmp_path / file).read_text()) | {"eos_token_id": [2, 500]}
+    (tmp_path / "generation_config.json").unlink()  # which would override the other
+    (tmp_path / file).write_text(json.dumps(content))
+    engine = make_engine(str(tmp_path), model_impl=model_impl, num_kv_blocks=8)
+    written = run_all(engine, prompts, [greedy(4, min_tokens=2), greedy(4)])
+    for prompt, token_ids, min_tokens in zip(prompts, written, (2, 0), strict=True):
+        expected = model.generate(torch.tensor([prompt]), max_new_tokens=4, min_new_tokens=min_tokens, do_sample=False)
+        assert token_ids == expected[0, len(prompt) :].tolist()
+    assert engine.model_config.eos_token_ids == (2,)
 
 
 def test_dtype_memory_per_token_and_windows(tmp_path: Path) -> None:

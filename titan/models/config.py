@@ -147,7 +147,7 @@ class DecoderConfig(ModelConfig):
             norm_offset=family.norm_offset,
             max_position_embeddings=max_position_embeddings,
             ropes=ropes,
-            eos_token_ids=as_token_ids(config.eos_token_id) if eos_token_ids is None else eos_token_ids,
+            eos_token_ids=end_tokens(config.eos_token_id, eos_token_ids, config.vocab_size),
             dtype=config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32,
             traits=frozenset(traits),
         )
@@ -187,6 +187,21 @@ def check_heads(num_heads: int, num_kv_heads: int) -> None:
     """
     if num_heads % num_kv_heads:
         raise ValueError(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}")
+
+
+def end_tokens(own: object, override: tuple[int, ...] | None, vocab_size: int) -> tuple[int, ...]:
+    """Return the end tokens of a model; some configs name ids outside the vocabulary, which no output has.
+
+    Args:
+        own: those of its config, as `as_token_ids` takes them.
+        override: those of the generation config; ``None`` = it has none.
+        vocab_size: of the model.
+
+    Raises:
+        ValueError: as `as_token_ids`.
+    """
+    token_ids = as_token_ids(own) if override is None else override
+    return tuple(each for each in token_ids if each < vocab_size)
 
 
 def as_token_ids(value: object) -> tuple[int, ...]:

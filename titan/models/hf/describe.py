@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from titan.core.attention import Chunk, LayerSpec
-from titan.models.config import ModelConfig, as_token_ids, check_heads
+from titan.models.config import ModelConfig, check_heads, end_tokens
 from titan.models.hf import interface, probe
 from titan.models.hf.checks import check_config, rope_entries
 from titan.models.hf.composite import composite_class
@@ -71,7 +71,7 @@ def describe(source: Any, eos_token_ids: tuple[int, ...] | None = None, *, trust
         vocab_size=text_config.vocab_size,
         max_position_embeddings=limit,
         layers=layers,
-        eos_token_ids=as_token_ids(_end_tokens(source)) if eos_token_ids is None else eos_token_ids,
+        eos_token_ids=end_tokens(_end_tokens(source), eos_token_ids, text_config.vocab_size),
         dtype=_checkpoint_dtype(source),
         traits=frozenset(traits.union(*(each.spec.traits for each in modules))),
         source=source,
