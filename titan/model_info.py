@@ -11,15 +11,7 @@ from titan.core.options import ModelOptions
 from titan.kernels.interfaces import Backend
 from titan.models.config import ModelConfig
 from titan.models.files import ModelFiles
-from titan.models.loader import (
-    empty_modules,
-    how_it_runs,
-    open_model,
-    read_config_file,
-    resolve_dtype,
-    resolve_model,
-    why_not_native,
-)
+from titan.models.loader import empty_modules, how_it_runs, open_model, read_config_file, resolve_dtype, resolve_model
 
 LAYERS = {
     "native": "Titan's own decoder",
@@ -48,7 +40,8 @@ def model_facts(name: str, options: ModelOptions, backend: Backend) -> tuple[boo
     files = ModelFiles(resolve_model(name, "target"), options.revision, options.download_dir)
     content = read_config_file(files)
     try:
-        config = open_model(files, options.model_impl, trust_remote_code=options.trust_remote_code).config
+        checkpoint = open_model(files, options.model_impl, trust_remote_code=options.trust_remote_code)
+        config = checkpoint.config
         run_dtype = resolve_dtype(options.dtype, config.dtype, backend)
         how = _kernels(config, run_dtype, backend)
     except ValueError as error:
@@ -63,7 +56,7 @@ def model_facts(name: str, options: ModelOptions, backend: Backend) -> tuple[boo
         "weights": f"{_size(num_weights * run_dtype.itemsize)} in {dtype_name(run_dtype)}",
     }
     if impl != "native":
-        facts["layers"] += f", because {why_not_native(files) or f'model_impl={options.model_impl!r}'}"
+        facts["layers"] += f", because {checkpoint.why_not_native or f'model_impl={options.model_impl!r}'}"
     if quantised := content.get("quantization_config"):
         facts["weights"] += f" if dequantised: quantization_config has quant_method={quantised.get('quant_method')!r}"
     facts["KV, 1 token"] = _size(bytes_per_token := config.kv_layout(run_dtype).bytes_per_token)

@@ -80,6 +80,7 @@ class Checkpoint:
 
     files: ModelFiles
     config: ModelConfig  # a `DecoderConfig` if Titan's own decoder is to run it, else a `TransformersConfig`
+    why_not_native: str | None = None  # what keeps it from Titan's own decoder; None where that runs it, or was not asked
 
 
 def open_model(files: ModelFiles, model_impl: str = "auto", *, trust_remote_code: bool = False) -> Checkpoint:
@@ -100,6 +101,7 @@ def open_model(files: ModelFiles, model_impl: str = "auto", *, trust_remote_code
         eos_token_ids = as_token_ids(generation.get("eos_token_id")) or None
     with _naming(name, CONFIG), _TRANSFORMERS_LOCK:
         check_entries(content)
+        why_not_native = None
         if model_impl != "transformers":
             try:
                 return Checkpoint(files, _read_decoder_config(content, folder, eos_token_ids))
@@ -108,11 +110,12 @@ def open_model(files: ModelFiles, model_impl: str = "auto", *, trust_remote_code
                     raise ValueError(
                         f"model_impl='native' is not allowed for this model: it must be 'auto' or 'transformers', since {error}"
                     ) from error
+                why_not_native = str(error)
         check_type(content, trust_remote_code=trust_remote_code)
         from transformers import AutoConfig
 
         source = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        return Checkpoint(files, describe(source, eos_token_ids, trust_remote_code=trust_remote_code))
+        return Checkpoint(files, describe(source, eos_token_ids, trust_remote_code=trust_remote_code), why_not_native)
 
 
 def load_sampling_defaults(files: ModelFiles) -> dict[str, Any]:
@@ -234,21 +237,6 @@ def how_it_runs(config: ModelConfig) -> str:
     if "own_attention" in config.traits:
         return "gathered"
     return "transformers" if "transformers" in config.traits else "native"
-
-
-def why_not_native(files: ModelFiles) -> str | None:
-    """Return what keeps a model from Titan's own decoder; ``None`` if nothing does.
-
-    Raises:
-        ValueError: as `open_model`, of what is wrong with any model.
-    """
-    content, folder = read_config_file(files), files.fetch(*CONFIG_FILES)
-    try:
-        with _TRANSFORMERS_LOCK:
-            _read_decoder_config(content, folder, None)
-    except NotNativeError as error:
-        return str(error)
-    return None
 
 
 def empty_modules(config: ModelConfig, backend: Backend) -> nn.Module:
