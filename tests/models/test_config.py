@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import LONGROPE
+from families import DYNAMIC, LONGROPE, YARN
 from stepping import greedy, make_engine, run_all
 from tiny_models import SIZES, make_model
 
@@ -57,11 +57,35 @@ def test_dtype_memory_per_token_and_windows(tmp_path: Path) -> None:
     assert config.kv_layout(torch.bfloat16).bytes_per_token == 2 * 3 * 2 * 16 * 2
 
 
-def test_positions_end_where_the_frequencies_would_change(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+def test_positions_end_where_the_frequencies_would_change(tmp_path: Path, model_impl: str) -> None:
     """Beyond, keys in the cache would be of other frequencies than new ones."""
     sizes = {"hidden_size": 64, "original_max_position_embeddings": 128, "architectures": ["Phi3ForCausalLM"]}
-    config = read(tmp_path, "phi3", rope_parameters=LONGROPE, **sizes)
+    read(tmp_path, "phi3", rope_parameters=LONGROPE, **sizes)
+    config = open_model(ModelFiles(str(tmp_path)), model_impl).config
     assert config.max_position_embeddings == 128 < SIZES["max_position_embeddings"]
+
+
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+@pytest.mark.parametrize(("rope", "max_positions", "expected"), [(YARN, 64, 256), (DYNAMIC, 128, 128)])
+def test_positions_go_on_where_the_frequencies_hold(
+    tmp_path: Path, rope: dict[str, Any], max_positions: int, expected: int, model_impl: str
+) -> None:
+    """YaRN's to the extended length, which the configs of many models do not have; dynamic's to that of the config."""
+    parameters = rope | {"original_max_position_embeddings": 64}
+    model = make_model(tmp_path, rope_parameters=parameters, max_position_embeddings=max_positions)
+    engine = make_engine(str(tmp_path), model_impl=model_impl, num_kv_blocks=16)
+    assert engine.max_model_len == expected
+    prompt = torch.randint(3, 131, (1, 100))
+    written = model.generate(prompt, max_new_tokens=20, do_sample=False, eos_token_id=None)
+    assert run_all(engine, prompt.tolist(), [greedy(20, ignore_eos=True)]) == written[:, 100:].tolist()
+
+
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+def test_positions_beyond_all_bounds_are_refused(tmp_path: Path, model_impl: str) -> None:
+    make_model(tmp_path, rope_parameters=YARN | {"factor": 1e9})
+    with pytest.raises(ValueError, match=r"factor \* original_max_position_embeddings=64000000000 is not allowed"):
+        open_model(ModelFiles(str(tmp_path)), model_impl)
 
 
 def test_layers_of_an_unknown_type_are_refused(tmp_path: Path) -> None:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from titan.core.arrays import Ints
-from titan.core.attention import AttentionSpec, LayerSpec, Window, kv_groups
+from titan.core.attention import AttentionSpec, Chunk, LayerSpec, Window, kv_groups
 from titan.core.checks import check_choice, check_integer, shown
 from titan.core.dtypes import RUN_DTYPES
 from titan.core.kv_tensor import KVLayout
 from titan.models.registry import ARCHITECTURES, WHOLE_ROPE, activation_trait
-from titan.models.rope import NO_ROPE, Rope, read_rope
+from titan.models.rope import NO_ROPE, Rope, read_rope, rope_entries
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -111,12 +111,10 @@ class DecoderConfig(ModelConfig):
         read = partial(read_rope, config, head_dim, may_rotate_part=family.may_rotate_part)
         rope_of = {each: NO_ROPE if each is None else read(each) for each in dict.fromkeys(entries)}
         ropes = tuple(rope_of[each] for each in entries)
-        limits = (rope.max_positions for rope in rope_of.values() if rope.max_positions is not None)
-        max_position_embeddings = min([config.max_position_embeddings, *limits])
-        # A window as long as the model's positions is no window.
-        windows = tuple(None if w is None or w >= max_position_embeddings else w for w in family.layer_windows)
+        max_position_embeddings = num_positions(config, config.max_position_embeddings)
         scale = head_dim**-0.5 if family.attention_scale is None else family.attention_scale
-        layers = tuple(LayerSpec(num_heads, num_kv_heads, head_dim, AttentionSpec(scale, window)) for window in windows)
+        specs = (AttentionSpec(scale, window) for window in family.layer_windows)
+        layers = tuple(within(LayerSpec(num_heads, num_kv_heads, head_dim, spec), max_position_embeddings) for spec in specs)
         traits = {
             "rms_norm",
             "rope",
@@ -187,6 +185,38 @@ def check_heads(num_heads: int, num_kv_heads: int) -> None:
     """
     if num_heads % num_kv_heads:
         raise ValueError(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}")
+
+
+def num_positions(config: Any, longest: int) -> int:
+    """Return how many positions a model can be run at, by its rotary embeddings.
+
+    YaRN extends the trained length by a factor, which some configs leave to be multiplied. The frequencies of longrope change with
+    the longest position of a batch after the length before it was extended, and those of dynamic after the one in the config:
+    there, keys in the cache would be of other frequencies than new ones.
+
+    Args:
+        config: of a language model of transformers.
+        longest: its max_position_embeddings.
+
+    Raises:
+        ValueError: the extended length is out of all bounds.
+    """
+    extended, limits = longest, list[int]()
+    for entry in rope_entries(config):
+        rope_type, trained = entry.get("rope_type"), entry.get("original_max_position_embeddings") or longest
+        if rope_type == "yarn":
+            extended = max(extended, int(trained * (entry.get("factor") or 1)))
+        elif rope_type in ("dynamic", "longrope"):
+            limits.append(trained if rope_type == "longrope" else longest)
+    return min([check_integer("factor * original_max_position_embeddings", extended, 1, MAX_SIZE), *limits])
+
+
+def within(layer: LayerSpec, num_positions: int) -> LayerSpec:
+    """Return a layer of a model with this many positions, without a window that none of them can leave."""
+    window = layer.attention.window
+    size = window.size if isinstance(window, Chunk) else window
+    is_idle = size is not None and size >= num_positions
+    return replace(layer, attention=replace(layer.attention, window=None)) if is_idle else layer
 
 
 def end_tokens(own: object, override: tuple[int, ...] | None, vocab_size: int) -> tuple[int, ...]:

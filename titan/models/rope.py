@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -27,15 +28,12 @@ ROPE_NUMBERS = (
 class Rope:
     """The rotation of pairs of head dimensions.
 
-    ``dynamic`` is used only up to the trained length, where it equals ``default``, and ``longrope`` up to the length before it was
-    extended: beyond it, the frequencies would depend on the length of each sequence and cached keys would go stale, so longer
-    sequences are not admitted.
+    Its frequencies hold for the positions of `titan.models.config.num_positions`, up to which ``dynamic`` equals ``default``.
     """
 
     rope_type: str
     inverse_frequencies: tuple[float, ...]  # of each pair: head_dim / 2, or fewer if a part of each head is not rotated
     attention_scaling: float  # multiplies cos and sin (yarn, longrope)
-    max_positions: int | None = None  # for which the frequencies hold; None: as many as the model has
 
 
 NO_ROPE = Rope("none", (), 1.0)
@@ -77,8 +75,13 @@ def read_rope(config: PretrainedConfig, head_dim: int, entry: str = WHOLE_ROPE, 
         inverse_frequencies, scaling = 1.0 / (parameters["rope_theta"] ** exponents), 1.0
     else:
         inverse_frequencies, scaling = ROPE_INIT_FUNCTIONS[rope_type](config, layer_type=entry or None)
-    changes_at = parameters["original_max_position_embeddings"] if rope_type == "longrope" else None
-    return Rope(rope_type, tuple(inverse_frequencies.tolist()), float(scaling), changes_at)
+    return Rope(rope_type, tuple(inverse_frequencies.tolist()), float(scaling))
+
+
+def rope_entries(config: Any) -> list[Mapping[str, Any]]:
+    """Return the parameters of all rotary embeddings of a config of a language model, of which some have one per layer type."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return [each for each in (parameters, *parameters.values()) if isinstance(each, Mapping)]
 
 
 def rope_table(rope: Rope, head_dim: int, max_positions: int) -> Tensor:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from titan.core.checks import check_choice, check_integer, is_integer
 from titan.models.config import MAX_SIZE, OPTIONAL_SIZES, SIZES
 from titan.models.hf.composite import composite_class
 from titan.models.hf.probe import LAYER_TYPES
+from titan.models.rope import rope_entries
 
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act", "activation")
 """Names of a feed-forward part's activation in configs."""
@@ -71,9 +71,3 @@ def _check_ropes(config: Any) -> None:
     for rope in rope_entries(config):
         if (rope_type := rope.get("rope_type")) is not None:
             check_choice("rope_type", rope_type, ("default", *ROPE_INIT_FUNCTIONS))
-
-
-def rope_entries(config: Any) -> list[Mapping[str, Any]]:
-    """Return the parameters of all rotary embeddings of a config of a language model, of which some have one per layer type."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    return [each for each in (parameters, *parameters.values()) if isinstance(each, Mapping)]

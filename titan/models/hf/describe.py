@@ -7,15 +7,15 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from titan.core.attention import Chunk, LayerSpec
-from titan.models.config import ModelConfig, check_heads, end_tokens
+from titan.core.attention import LayerSpec
+from titan.models.config import ModelConfig, check_heads, end_tokens, num_positions, within
 from titan.models.hf import interface, probe
-from titan.models.hf.checks import check_config, rope_entries
+from titan.models.hf.checks import check_config
 from titan.models.hf.composite import composite_class
 from titan.models.hf.experts import run_experts
 from titan.models.hf.gathered import ShapeCache
@@ -25,8 +25,6 @@ from titan.models.hf.split import find_decoder
 
 DEFAULT_POSITIONS = 2048
 """Positions of models that do not say how many they have."""
-CHANGING_ROPES = ("dynamic", "longrope")
-"""Rope types whose frequencies depend on the longest position of a batch: only positions before they change are run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +54,11 @@ def describe(source: Any, eos_token_ids: tuple[int, ...] | None = None, *, trust
     model = empty_model(source, trust_remote_code=trust_remote_code)
     _check_model(model)
     text_config = model.config.get_text_config()
-    limit = _max_positions(text_config)
+    limit = num_positions(text_config, getattr(text_config, "max_position_embeddings", None) or DEFAULT_POSITIONS)
     modules: tuple[ProbedModule, ...] = ()
     with torch.no_grad(), quiet(), probe.without_weights(model):
         if model._can_set_attn_implementation():
-            modules = tuple(each._replace(spec=_within(each.spec, limit)) for each in _probe_modules(model, text_config))
+            modules = tuple(each._replace(spec=within(each.spec, limit)) for each in _probe_modules(model, text_config))
             layers, traits = tuple(each.spec for each in modules if each.source is None), {"transformers"}
             for each in layers:
                 check_heads(each.num_heads, each.num_kv_heads)
@@ -146,20 +144,6 @@ def _check_model(model: Any) -> None:
     """
     if getattr(type(model), "_is_stateful", False):
         raise ValueError(f"{type(model).__name__} keeps another state than keys and values, which is not supported")
-
-
-def _max_positions(text_config: Any) -> int:
-    """Return how many positions a model has: of rope types whose frequencies change with the length, those before they do."""
-    longest: int = getattr(text_config, "max_position_embeddings", None) or DEFAULT_POSITIONS
-    changing = [each for each in rope_entries(text_config) if each.get("rope_type") in CHANGING_ROPES]
-    return min([longest, *(each.get("original_max_position_embeddings") or longest for each in changing)])
-
-
-def _within(layer: LayerSpec, limit: int) -> LayerSpec:
-    """Return a layer without a window that no position can leave."""
-    window = layer.attention.window
-    size = window.size if isinstance(window, Chunk) else window
-    return layer if size is None or size < limit else replace(layer, attention=replace(layer.attention, window=None))
 
 
 def _checkpoint_dtype(config: Any) -> torch.dtype:
