@@ -19,7 +19,7 @@ from titan.draft.vocabulary import VocabularyMap
 from titan.kernels.interfaces import Backend
 from titan.models.config import DecoderConfig, ModelConfig
 from titan.models.files import ModelFiles
-from titan.models.loader import DEMO, load_model, load_tokenizer, open_model, resolve_dtype, resolve_model
+from titan.models.loader import DEMO, load_model, load_tokenizer, open_model, resolve_model, run_dtype
 
 DrafterFactory = Callable[[DraftContext], Drafter]
 DraftSpec = str | Drafter | None
@@ -82,7 +82,7 @@ def _open_draft_model(spec: str, options: ModelOptions, context: DraftContext) -
     with _naming_the_draft(spec):
         files = ModelFiles(folder, download_dir=options.download_dir)
         checkpoint = open_model(files, options.model_impl, trust_remote_code=trust)
-        dtype = resolve_dtype(context.dtype, checkpoint.config.dtype, context.backend)
+        dtype = run_dtype(context.dtype, checkpoint, context.backend)
         tokenizer = load_tokenizer(folder, download_dir=options.download_dir, trust_remote_code=trust)
     weight_bits = choose_weight_bits(options.draft_weight_bits, checkpoint.config, dtype, context.backend)
     vocabulary = _map_vocabulary(spec, checkpoint.config, tokenizer, context)

@@ -263,6 +263,7 @@ def test_info_says_whose_layers_run_and_why(
     facts = info(capsys, "--model", str(tmp_path), *options)
     assert facts["runs"].startswith(f"yes, {runs} in float32: ") and layers in facts["layers"]
     assert name.lower() in facts["model"].lower() and "KV, 1 token" in facts
+    assert facts["model"].endswith("weights in a dtype that the config does not name, here float32")
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ from titan.memory.block_pool import BlockPool
 from titan.memory.kv_cache import KVCache
 from titan.memory.sizing import block_bytes, num_kv_blocks, num_swap_blocks
 from titan.models.config import ModelConfig
-from titan.models.loader import Checkpoint, how_it_runs, load_model, resolve_dtype
+from titan.models.loader import Checkpoint, how_it_runs, load_model, run_dtype
 from titan.schedule.admission import Limits
 from titan.schedule.scheduler import Scheduler
 from titan.verify.accept import collect, launch
@@ -106,9 +106,7 @@ class Engine:
             self._claims.take("scheduling_policy", policy)
         is_drafting = config.speculation.speculation != "off" and config.speculation.max_draft_tokens > 0
         self.model_config = model.config
-        self.dtype = (
-            resolve_dtype(config.model.dtype, model.config.dtype, self.backend) if isinstance(model, Checkpoint) else model.dtype
-        )
+        self.dtype = run_dtype(config.model.dtype, model, self.backend) if isinstance(model, Checkpoint) else model.dtype
         self.max_model_len = _max_model_len(config.model, self.model_config)
         self.passes = PassCounts()
         self._tokenizer = tokenizer

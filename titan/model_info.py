@@ -49,8 +49,9 @@ def model_facts(name: str, options: ModelOptions, backend: Backend) -> tuple[boo
     modules = empty_modules(config, backend)
     num_weights = sum(each.numel() for each in modules.parameters())
     impl = how_it_runs(config)
+    stored = "a dtype that the config does not name, here float32" if config.dtype is None else dtype_name(config.dtype)
     facts = {
-        "model": f"{name}, {config.architecture}, {num_weights:,} weights in {dtype_name(config.dtype)}",
+        "model": f"{name}, {config.architecture}, {num_weights:,} weights in {stored}",
         "runs": f"yes, {'natively' if impl == 'native' else impl} in {dtype_name(run_dtype)}: {how}",
         "layers": LAYERS[impl],
         "weights": f"{_size(num_weights * run_dtype.itemsize)} in {dtype_name(run_dtype)}",

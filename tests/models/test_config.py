@@ -50,7 +50,7 @@ def test_end_tokens_outside_the_vocabulary_are_none(tmp_path: Path, model_impl: 
 
 
 def test_dtype_memory_per_token_and_windows(tmp_path: Path) -> None:
-    assert read(tmp_path).dtype == torch.float32
+    assert read(tmp_path).dtype is None
     assert read(tmp_path, "mistral", sliding_window=256).windows == (None,)  # no position can leave it
     config = read(tmp_path, torch_dtype="bfloat16")
     assert config.dtype == torch.bfloat16

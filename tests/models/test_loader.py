@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,8 +23,10 @@ from titan.bench.loading import load_decoder
 from titan.kernels.backend import choose_backend
 from titan.kernels.torch.backend import TorchBackend
 from titan.models.decoder import Decoder
+from titan.models.files import ModelFiles
 from titan.models.hf import stored
 from titan.models.loader import load_tokenizer, resolve_dtype, resolve_model
+from titan.models.weights import weights_dtype
 
 BACKEND = choose_backend(torch.device("cpu"))
 
@@ -108,6 +111,30 @@ def test_auto_dtype_avoids_emulated_half_precision(monkeypatch: pytest.MonkeyPat
     assert resolve_dtype("auto", torch.bfloat16, triton_backend()) == torch.bfloat16
     assert resolve_dtype("bfloat16", torch.float32, BACKEND) == torch.bfloat16
     assert resolve_dtype(torch.float16, torch.float32, BACKEND) == torch.float16
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+def test_auto_dtype_is_that_of_the_weights_if_the_config_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_impl: str, stored: torch.dtype
+) -> None:
+    """As transformers has it, on a back end that emulates none."""
+    monkeypatch.setattr(TorchBackend, "supports", lambda self, dtype: True)
+    make_model(tmp_path / "whole").to(stored).save_pretrained(tmp_path, max_shard_size="15KB")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({name: entry for name, entry in json.loads(path.read_text()).items() if "dtype" not in name}))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    backend, options = TorchBackend(torch.device("cpu")), {"dtype": "auto", "model_impl": model_impl, "num_kv_blocks": 8}
+    engine = make_engine(str(tmp_path), backend=backend, **options)
+    assert engine.dtype == engine.kv.tensors["target"].layout.dtype == model.dtype == stored
+    assert make_engine(str(tmp_path), backend=backend, **options | {"dtype": "float32"}).dtype == torch.float32
+
+
+def test_weights_that_are_quantised_and_their_scales_do_not_decide_on_the_dtype(tmp_path: Path) -> None:
+    weights = {"up": torch.ones(64, 64, dtype=torch.float8_e4m3fn), "blocks": torch.ones(64, 64, dtype=torch.uint8)}
+    weights |= {"up_scale_inv": torch.ones(2, 2), "embedding": torch.ones(9, 64, dtype=torch.bfloat16)}
+    save_file(weights, tmp_path / "model.safetensors")
+    assert weights_dtype(ModelFiles(str(tmp_path))) == torch.bfloat16
 
 
 @pytest.mark.parametrize("dtype", ["float64", "half", torch.int8, torch.float64])

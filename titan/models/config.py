@@ -37,7 +37,7 @@ class ModelConfig:
     max_position_embeddings: int
     layers: tuple[LayerSpec, ...]  # those with a cache of their own
     eos_token_ids: tuple[int, ...]
-    dtype: torch.dtype  # of the checkpoint
+    dtype: torch.dtype | None  # of the checkpoint; None: its config does not say
     # features of the model: those of `LayerSpec.traits`, and "rms_norm", "pre_norm" and "post_norm" (of what attention and
     # feed-forward part read, and of what they add), "silu" or "gelu_tanh", "rope", "rope_per_layer", "attention_bias" (of the q, k
     # and v projections), "output_bias" (of the attention's output projection), "mlp_bias", "qk_norm" (RMSNorm over each head of q
@@ -146,7 +146,7 @@ class DecoderConfig(ModelConfig):
             max_position_embeddings=max_position_embeddings,
             ropes=ropes,
             eos_token_ids=end_tokens(config.eos_token_id, eos_token_ids, config.vocab_size),
-            dtype=config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32,
+            dtype=named_dtype(config),
             traits=frozenset(traits),
         )
 
@@ -185,6 +185,12 @@ def check_heads(num_heads: int, num_kv_heads: int) -> None:
     """
     if num_heads % num_kv_heads:
         raise ValueError(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}")
+
+
+def named_dtype(config: Any) -> torch.dtype | None:
+    """Return the dtype that a config of transformers names, or its language model's within it; ``None``: they name none."""
+    dtypes = (each.dtype for each in (config, config.get_text_config()))
+    return next((each for each in dtypes if isinstance(each, torch.dtype)), None)
 
 
 def num_positions(config: Any, longest: int) -> int:

@@ -31,7 +31,7 @@ from titan.models.hf.describe import TransformersConfig, describe, empty_model
 from titan.models.hf.load import load_weights as load_modules
 from titan.models.registry import NotNativeError, check_supported
 from titan.models.token_order import TokenOrder
-from titan.models.weights import as_stored, fetch_weights, load_weights, weight_files
+from titan.models.weights import as_stored, fetch_weights, load_weights, weight_files, weights_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,16 +57,16 @@ def resolve_model(name: str, role: Literal["target", "draft"]) -> str:
     return str(Path(__file__).resolve().parents[1] / "demo" / role) if name == DEMO else name
 
 
-def resolve_dtype(dtype: str | torch.dtype, checkpoint: torch.dtype, backend: Backend) -> torch.dtype:
+def resolve_dtype(dtype: str | torch.dtype, checkpoint: torch.dtype | None, backend: Backend) -> torch.dtype:
     """Return the dtype to run in.
 
-    ``"auto"`` is the checkpoint's dtype, or float32 if the back end would emulate that.
+    ``"auto"`` is the checkpoint's dtype, or float32 if the back end would emulate that, or if that is not known.
 
     Raises:
         ValueError: a dtype other than auto, float32, bfloat16 and float16.
     """
     if dtype == "auto":
-        return checkpoint if backend.supports(checkpoint) else torch.float32
+        return checkpoint if checkpoint is not None and backend.supports(checkpoint) else torch.float32
     if isinstance(dtype, str) and dtype in RUN_DTYPES:
         return RUN_DTYPES[dtype]
     if isinstance(dtype, torch.dtype) and dtype in RUN_DTYPES.values():
@@ -116,6 +116,18 @@ def open_model(files: ModelFiles, model_impl: str = "auto", *, trust_remote_code
 
         source = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         return Checkpoint(files, describe(source, eos_token_ids, trust_remote_code=trust_remote_code), why_not_native)
+
+
+def run_dtype(dtype: str | torch.dtype, checkpoint: Checkpoint, backend: Backend) -> torch.dtype:
+    """Return the dtype to run a model in, see `resolve_dtype`; for "auto", its weights are asked if its config has none.
+
+    Raises:
+        ValueError: as `resolve_dtype`, or weights that are asked are missing or damaged.
+    """
+    stored = checkpoint.config.dtype
+    if stored is None and dtype == "auto":
+        stored = weights_dtype(checkpoint.files)
+    return resolve_dtype(dtype, stored, backend)
 
 
 def load_sampling_defaults(files: ModelFiles) -> dict[str, Any]:
@@ -199,7 +211,7 @@ def load_model(
 
     Args:
         checkpoint: from `open_model`.
-        dtype: "auto", "float32", "bfloat16", "float16" or the torch dtype; see `resolve_dtype`.
+        dtype: "auto", "float32", "bfloat16", "float16" or the torch dtype; see `run_dtype`.
         backend: that runs the model.
         order: of the tokens; ``None`` = the checkpoint's.
         weight_bits: 8 rounds the matrices of linear layers, where the back end's ``packs_8_bits``; for Titan's own decoder.
@@ -209,15 +221,15 @@ def load_model(
         ValueError: the model has weights that do not fit its config, or none.
     """
     files, config = checkpoint.files, checkpoint.config
-    run_dtype = resolve_dtype(dtype, config.dtype, backend)
+    dtype = run_dtype(dtype, checkpoint, backend)
     if isinstance(config, DecoderConfig):
-        model = Decoder(as_stored(config, files, run_dtype), dtype=run_dtype, backend=backend, is_empty=True)
+        model = Decoder(as_stored(config, files, dtype), dtype=dtype, backend=backend, is_empty=True)
         load_weights(model, files, pack=pack, order=order, weight_bits=weight_bits)
         return model
     assert isinstance(config, TransformersConfig) and weight_bits is None
     paths = fetch_weights(files)  # its errors name the model
     with _naming(files.name, "checkpoint"), _TRANSFORMERS_LOCK:
-        return load_modules(files.name, paths, config, dtype=run_dtype, backend=backend, order=order)
+        return load_modules(files.name, paths, config, dtype=dtype, backend=backend, order=order)
 
 
 def _read_decoder_config(content: dict[str, Any], folder: Path, eos_token_ids: tuple[int, ...] | None) -> DecoderConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -24,8 +24,8 @@ LOG = logging.getLogger(__name__)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """Names in transformers of the weights that may be tied."""
 
-WEIGHT_DTYPES = {"F32", "BF16", "F16"}
-"""Supported dtypes of safetensors files."""
+WEIGHT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Supported dtypes, by their names in safetensors files."""
 
 CHUNK_BYTES = 8 * 2**20
 """Approximate size of the pieces in which weights are copied, so that few pages of a file are mapped at a time."""
@@ -88,6 +88,7 @@ class _StoredTensor:
     file: Path
     key: str
     shape: tuple[int, ...]
+    dtype: str  # as safetensors names it
 
 
 def weight_files(files: ModelFiles) -> list[str]:
@@ -119,7 +120,20 @@ def fetch_weights(files: ModelFiles) -> list[Path]:
     return sorted({tensor.file for tensor in _find_tensors(files, None).values()})
 
 
-def _find_tensors(files: ModelFiles, dtypes: set[str] | None = WEIGHT_DTYPES) -> dict[str, _StoredTensor]:
+def weights_dtype(files: ModelFiles) -> torch.dtype:
+    """Return the dtype of most numbers in all weight files, downloading them if need be; quantised ones do not count.
+
+    Raises:
+        ValueError: a file is missing or damaged.
+    """
+    sizes = dict.fromkeys(WEIGHT_DTYPES, 0)
+    for tensor in _find_tensors(files, None).values():
+        if tensor.dtype in sizes:
+            sizes[tensor.dtype] += prod(tensor.shape)
+    return WEIGHT_DTYPES[max(sizes, key=sizes.__getitem__)]
+
+
+def _find_tensors(files: ModelFiles, dtypes: Collection[str] | None = WEIGHT_DTYPES.keys()) -> dict[str, _StoredTensor]:
     """Read the headers of all weight files, downloading them if need be; return the tensors by name.
 
     Args:
@@ -143,12 +157,13 @@ def _find_tensors(files: ModelFiles, dtypes: set[str] | None = WEIGHT_DTYPES) ->
             with safe_open(file, framework="pt") as reader:
                 for key in reader.keys():  # noqa: SIM118 (the reader is no mapping)
                     stored = reader.get_slice(key)
-                    if dtypes is not None and stored.get_dtype() not in dtypes:
+                    dtype = stored.get_dtype()
+                    if dtypes is not None and dtype not in dtypes:
                         raise ValueError(
-                            f"model {name!r} has weight {key!r} of dtype {stored.get_dtype()} in {file.name}, which is not "
+                            f"model {name!r} has weight {key!r} of dtype {dtype} in {file.name}, which is not "
                             f"supported: it must be one of {', '.join(sorted(dtypes))}"
                         )
-                    tensors[key] = _StoredTensor(name, file, key, tuple(stored.get_shape()))
+                    tensors[key] = _StoredTensor(name, file, key, tuple(stored.get_shape()), dtype)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"model {name!r} has a damaged weight file {file.name}: {one_line(error)}") from error
     return tensors

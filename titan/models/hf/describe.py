@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from titan.core.attention import LayerSpec
-from titan.models.config import ModelConfig, check_heads, end_tokens, num_positions, within
+from titan.models.config import ModelConfig, check_heads, end_tokens, named_dtype, num_positions, within
 from titan.models.hf import interface, probe
 from titan.models.hf.checks import check_config
 from titan.models.hf.composite import composite_class
@@ -70,7 +70,7 @@ def describe(source: Any, eos_token_ids: tuple[int, ...] | None = None, *, trust
         max_position_embeddings=limit,
         layers=layers,
         eos_token_ids=end_tokens(_end_tokens(source), eos_token_ids, text_config.vocab_size),
-        dtype=_checkpoint_dtype(source),
+        dtype=named_dtype(source),
         traits=frozenset(traits.union(*(each.spec.traits for each in modules))),
         source=source,
         modules=modules,
@@ -144,13 +144,6 @@ def _check_model(model: Any) -> None:
     """
     if getattr(type(model), "_is_stateful", False):
         raise ValueError(f"{type(model).__name__} keeps another state than keys and values, which is not supported")
-
-
-def _checkpoint_dtype(config: Any) -> torch.dtype:
-    for each in (config, config.get_text_config()):
-        if isinstance(each.dtype, torch.dtype):
-            return each.dtype
-    return torch.float32
 
 
 def _end_tokens(config: Any) -> Any:
