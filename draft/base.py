@@ -158,6 +158,7 @@ class DraftContext:
     draft_sampling: str
     is_adaptive: bool  # whether plans have worths
     max_num_batched_tokens: int
+    max_model_len: int  # tokens of a request
     dtype: str  # of a draft model; "auto" = its checkpoint's
     kv_cache_dtype: str  # of a draft model; "auto" = its own dtype
     backend: Backend

@@ -90,7 +90,14 @@ def _open_draft_model(spec: str, options: ModelOptions, context: DraftContext) -
     def load() -> Drafter:
         order = None if vocabulary is None else vocabulary.order
         with _naming_the_draft(spec):
-            model = load_model(checkpoint, dtype=dtype, backend=context.backend, order=order, weight_bits=weight_bits)
+            model = load_model(
+                checkpoint,
+                dtype=dtype,
+                backend=context.backend,
+                order=order,
+                weight_bits=weight_bits,
+                max_positions=context.max_model_len,
+            )
         return DraftModelDrafter(spec, model, context, vocabulary)
 
     return load

@@ -114,8 +114,9 @@ class Engine:
         num_drafts = config.speculation.max_draft_tokens if is_drafting else 0
         self._pass_limits = PassLimits(max_batch_size, 1 + num_drafts, max_blocks, config.schedule.max_num_batched_tokens)
         make_drafter = self._open_drafter(draft if is_drafting else None)  # may refuse the draft
-        target = load_model(model, dtype=self.dtype, backend=self.backend) if isinstance(model, Checkpoint) else model
-        self._target = target
+        if isinstance(model, Checkpoint):
+            model = load_model(model, dtype=self.dtype, backend=self.backend, max_positions=self.max_model_len)
+        self._target = target = model
         drafter = make_drafter()
         kv_layout = target.kv_layout.stored_as(config.memory.kv_cache_dtype)
         layouts = [kv_layout, *([] if drafter.kv is None else [drafter.kv])]
@@ -443,6 +444,7 @@ class Engine:
             draft_sampling=config.speculation.draft_sampling,
             is_adaptive=config.speculation.speculation == "adaptive",
             max_num_batched_tokens=config.schedule.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
             dtype=str(config.model.draft_dtype or dtype_name(self.dtype)),
             kv_cache_dtype=config.memory.draft_kv_cache_dtype,
             backend=backend,

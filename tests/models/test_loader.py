@@ -151,6 +151,18 @@ def test_importing_the_decoder_does_not_load_transformers() -> None:
     subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[2])
 
 
+@pytest.mark.parametrize("draft_tree", ["chain", "dynamic"])
+def test_rotations_are_those_of_the_positions_that_are_run(tmp_path: Path, draft_tree: str) -> None:
+    """Of the target and of the draft, which drafts up to the last of them."""
+    model, prompt = make_model(tmp_path, max_position_embeddings=4096), [3, 4, 5]
+    written = model.generate(torch.tensor([prompt]), max_new_tokens=37, do_sample=False, eos_token_id=None)
+    engine = make_engine(str(tmp_path), str(tmp_path), max_model_len=40, num_kv_blocks=16, draft_tree=draft_tree)
+    for each in (engine._target, engine.drafter.model):
+        assert {len(weights.rope_table) for weights in each.layer_weights} == {40}
+    assert run_all(engine, [prompt], [greedy(None, ignore_eos=True)]) == [written[0, 3:].tolist()]
+    assert engine.metrics().mean_acceptance_length > 3
+
+
 LOAD_IN_THREADS = """
 import threading, torch
 from titan import LLM, SamplingParams

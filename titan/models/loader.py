@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -206,6 +206,7 @@ def load_model(
     order: TokenOrder | None = None,
     weight_bits: int | None = None,
     pack: bool = True,
+    max_positions: int | None = None,
 ) -> Model:
     """Read the weights of a model, ready to run; of one on the hub, only those files are downloaded that are loaded.
 
@@ -216,11 +217,14 @@ def load_model(
         order: of the tokens; ``None`` = the checkpoint's.
         weight_bits: 8 rounds the matrices of linear layers, where the back end's ``packs_8_bits``; for Titan's own decoder.
         pack: pack the weights of Titan's own decoder where possible, see `Decoder.prepare`.
+        max_positions: that are run, for which memory is taken; ``None`` = all that the model has.
 
     Raises:
         ValueError: the model has weights that do not fit its config, or none.
     """
     files, config = checkpoint.files, checkpoint.config
+    if max_positions is not None:
+        config = replace(config, max_position_embeddings=min(config.max_position_embeddings, max_positions))
     dtype = run_dtype(dtype, checkpoint, backend)
     if isinstance(config, DecoderConfig):
         model = Decoder(as_stored(config, files, dtype), dtype=dtype, backend=backend, is_empty=True)
