@@ -66,18 +66,20 @@ def with_rare_numbers(num_outputs: int, num_inputs: int, count: int) -> Tensor:
 
 def decoded(coded: Tensor, num_inputs: int) -> Tensor:
     """Return what a weight in codes holds, padding included, by the words of ``codes.h``."""
-    storage, num_parts = bytes(coded.untyped_storage()), 3 if coded.dtype == torch.uint8 else 2
+    storage = np.asarray(torch.empty(0, dtype=torch.uint8).set_(coded.untyped_storage()))  # type: ignore[call-overload]
+    num_parts = 3 if coded.dtype == torch.uint8 else 2
     num_blocks, depth = -(-len(coded) // 16), -(-num_inputs // 32) * 32
     of_header = [("palette", "u1", 16), ("rare_offset", "<i8"), ("num_rare", "<i8"), ("padding", "V32")]
     blocks = np.frombuffer(storage, [("header", of_header), ("units", "u1", (depth // 8, num_parts, 64))], num_blocks)
     bits = np.zeros((num_blocks, 16, depth), np.uint16)
-    for number, ((palette, rare_offset, num_rare, _), units) in enumerate(blocks):
-        for output in range(16):
-            for i in range(8):
-                byte = output // 4 * 16 + i % 4 // 2 * 8 + output % 4 * 2 + i % 2
-                high = palette[units[:, 0, byte] >> i // 4 * 4 & 15]
-                low = units[:, 1 + i // 4, byte] if num_parts == 3 else (units[:, 1, byte] >> i // 4 * 4 & 15) << 4
-                bits[number, output, i::8] = high.astype(np.uint16) << 8 | low
+    palettes, units = blocks["header"]["palette"], blocks["units"]
+    for output in range(16):
+        for i in range(8):
+            byte = output // 4 * 16 + i % 4 // 2 * 8 + output % 4 * 2 + i % 2
+            high = np.take_along_axis(palettes, units[:, :, 0, byte] >> i // 4 * 4 & 15, 1)
+            low = units[:, :, 1 + i // 4, byte] if num_parts == 3 else (units[:, :, 1, byte] >> i // 4 * 4 & 15) << 4
+            bits[:, output, i::8] = high.astype(np.uint16) << 8 | low
+    for number, (_, rare_offset, num_rare, _) in enumerate(blocks["header"]):
         of_rare, start = [("input", "<i4"), ("output", "<u2"), ("value", "<u2")], number * blocks.itemsize + int(rare_offset)
         rare = np.frombuffer(storage, of_rare, int(num_rare), start)
         assert not bits[number, rare["output"], rare["input"]].any(), "coded as 0.0"
@@ -175,11 +177,12 @@ def test_it_is_the_product(kernels: CompiledKernels, model: str, size: tuple[int
     weight, (dtype, _) = make_weight(model, *size), MODELS[model]
     ops, packed = CompiledOps(kernels, dtype), pack_weight(weight, kernels)
     multiply = kernels.function("linear", dtype, *[c_void_p] * 2, c_int64, *[c_void_p] * 2)
+    exact_weight = weight.double().T
     for num_rows in NUM_ROWS:
         bias = random(size[0], dtype=dtype, seed=1) if num_rows % 2 else None
         x = random(num_rows, size[1] + num_rows % 3, dtype=dtype, seed=2)[:, : size[1]]  # some have strides
         residual = random(num_rows, size[0], dtype=dtype, seed=3)
-        exact, sizes = (each(x.double()) @ each(weight.double()).T for each in (torch.clone, torch.abs))
+        exact, sizes = (each(x.double()) @ each(exact_weight) for each in (torch.positive, torch.abs))
         if bias is not None:
             exact, sizes = exact + bias.double(), sizes + bias.double().abs()
         output, struct = ops.linear(x, packed, bias), weight_struct(packed, bias, size[1])
