@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -64,13 +65,19 @@ class Request:
         return [*self.path(self.parents[node]), node] if node >= 0 else []
 
     def must_see(self, window: Window) -> Tensor:
-        """Which slots the query tokens must see, bool [query_len, seq_len]: said without bits or lengths."""
-        lines = [list(range(slot + 1)) for slot in range(self.context, self.tree_start)]
-        lines += [[*range(self.tree_start), *(self.tree_start + each for each in self.path(node))] for node in self.nodes]
-        visible = torch.zeros(self.query_len, self.seq_len, dtype=torch.bool)
-        for row, line in zip(visible, lines, strict=True):  # the slots on the way to this token, itself last
-            row[line[first_position(window, len(line) - 1) :]] = True
-        return visible
+        """Which slots the query tokens must see, bool [query_len, seq_len]: said without bits or lengths; not to be changed."""
+        return _must_see(self.context, self.num_tokens, tuple(self.parents), self.first_node, window)
+
+
+@cache  # for the next back end
+def _must_see(context: int, num_tokens: int, parents: tuple[int, ...], first_node: int, window: Window) -> Tensor:
+    request = Request(context, num_tokens, parents, first_node)
+    lines = [list(range(slot + 1)) for slot in range(context, request.tree_start)]
+    lines += [[*range(request.tree_start), *(request.tree_start + each for each in request.path(node))] for node in request.nodes]
+    visible = np.zeros((request.query_len, request.seq_len), dtype=bool)
+    for row, line in zip(visible, lines, strict=True):  # the slots on the way to this token, itself last
+        row[line[first_position(window, len(line) - 1) :]] = True
+    return torch.from_numpy(visible)
 
 
 def first_position(window: Window, position: int) -> int:
@@ -108,7 +115,7 @@ def random_request(rng: np.random.Generator, kind: str) -> Request:
     }[kind]
 
 
-@dataclass
+@dataclass(eq=False)
 class Case:
     requests: list[Request]
     num_blocks: int
