@@ -35,6 +35,7 @@ from titan.engine import Engine
 from titan.kernels.interfaces import PassCounts, Verified
 from titan.kernels.triton.backend import TritonBackend
 from titan.kernels.triton.tree_walk import _walk_kernel
+from titan.models.config import DecoderConfig
 from titan.models.decoder import Decoder
 from titan.models.files import ModelFiles
 from titan.models.loader import open_model
@@ -176,9 +177,15 @@ def test_logprobs_take_one_copy_there_and_one_back(device: Device, uploads: Uplo
     assert uploads.count == 1 and [each.shape for each in read] == [(6, 2 + 2 * 20)]
 
 
+def one_layer_of(zoo: Zoo, name: str) -> DecoderConfig:
+    """As all layers launch the same."""
+    config = open_model(ModelFiles(zoo.path(name))).config
+    return replace(config, layers=config.layers[:1], ropes=config.ropes[:1])
+
+
 def make_meta_engine(zoo: Zoo, device: Device, name: str = "llama", draft_vocab_size: int = 0, **options: Any) -> Engine:
     """A target and a draft without weights."""
-    configs = [open_model(ModelFiles(zoo.path(each))).config for each in (name, f"{name}~")]
+    configs = [one_layer_of(zoo, each) for each in (name, f"{name}~")]
     if draft_vocab_size:
         configs[1] = replace(configs[1], vocab_size=draft_vocab_size)
     dtypes = torch.bfloat16, options.pop("draft_dtype", torch.bfloat16)
