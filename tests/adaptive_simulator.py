@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from math import exp, log
 from typing import Any, NamedTuple, Protocol
 
@@ -21,6 +22,12 @@ from titan.draft.draft_model import MAX_REVIEWED
 
 Cost = Callable[[float, float], float]  # seconds of rows and context tokens
 LENGTHS = (1, 2, 3, 4, 6)
+
+MEAN_CONTEXT = 191.5
+"""Of a text, in tokens."""
+NOISE, OUTLIERS, OUTLIER = 0.03, 0.01, 2.0
+"""Of the times of passes; the share of those that take several times as long, and how long these take."""
+MEAN_NOISE = exp(NOISE**2 / 2) * (1 + OUTLIERS * (OUTLIER - 1))
 
 FIRST_DRAFT = 1.5
 """How many times as long the host takes in the first step of all that drafts, whose caches are cold."""
@@ -50,10 +57,11 @@ class Machine:
 def through(points: dict[int, float], per_token: float) -> Cost:
     """A line through measured points, in milliseconds, and a cost per context token."""
     sizes, times = list(points), [time / 1e3 for time in points.values()]
+    slopes = [(times[i + 1] - times[i]) / (sizes[i + 1] - sizes[i]) for i in range(len(sizes) - 1)]
 
     def cost(rows: float, context: float) -> float:
-        beyond = max(0.0, rows - sizes[-1]) * (times[-1] - times[-2]) / (sizes[-1] - sizes[-2])
-        return float(np.interp(rows, sizes, times)) + beyond + per_token * context
+        i = min(bisect_right(sizes, rows, 1) - 1, len(slopes) - 1)
+        return times[i] + (max(rows, sizes[0]) - sizes[i]) * slopes[i] + per_token * context
 
     return cost
 
@@ -173,9 +181,9 @@ class Fleet:
     max_nodes: int = 6
     stops_early: bool = True
     seed: int = 0
-    noise: float = 0.03
-    outliers: float = 0.01  # share of passes that take several times as long
-    outlier: float = 2.0
+    noise: float = NOISE
+    outliers: float = OUTLIERS
+    outlier: float = OUTLIER
     chunk: int = 0  # rows of prefill in each step
     may_review: bool = True  # whether the draft can be compared with what was emitted without it
     has_drafted: bool = False
@@ -367,30 +375,28 @@ def compare(
 ) -> float:
     """Tokens per second as a multiple of those without drafts: the median over seeds."""
     options = {"stops_early": not machine.is_padded} | fleet
-    rates = [
-        Fleet(machine, _fresh(texts), seed=seed, **options).run(make(), num_steps).rate
-        / _rate_without_drafts(machine, _Texts(repr(texts), texts), num_steps, seed, tuple(options.items()))
-        for seed in range(seeds)
-    ]
-    return float(np.median(rates))
+    rates = [Fleet(machine, _fresh(texts), seed=seed, **options).run(make(), num_steps).rate for seed in range(seeds)]
+    return float(np.median(rates)) / expected_rate(machine, texts, 0, chunk=fleet.get("chunk", 0))
 
 
-class _Texts(NamedTuple):
-    """Texts that are the same if they look the same."""
-
-    shown: str
-    texts: Sequence[Text]
-
-    def __hash__(self) -> int:
-        return hash(self.shown)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Texts) and self.shown == other.shown
+def gain_of_fixed(machine: Machine, texts: Sequence[Text], *num_nodes: int) -> float:
+    """What `compare` finds of `Fixed` in the mean, which no seeds are needed for."""
+    return expected_rate(machine, texts, *num_nodes) / expected_rate(machine, texts, 0)
 
 
-@cache
-def _rate_without_drafts(machine: Machine, texts: _Texts, num_steps: int, seed: int, options: tuple[tuple[str, Any], ...]) -> float:
-    return Fleet(machine, _fresh(texts.texts), seed=seed, **dict(options)).run(Fixed(0), num_steps).rate
+def expected_rate(machine: Machine, texts: Sequence[Text], *num_nodes: int, num_steps: int = 300, chunk: int = 0) -> float:
+    """Tokens per second with `Fixed`, if texts have no stretches: what a step yields and takes in the mean."""
+    n = len(texts)
+    counts = [num_nodes[min(i, len(num_nodes) - 1)] for i in range(n)]
+    tokens = sum(text.mean**depth for text, count in zip(texts, counts, strict=True) for depth in range(count + 1))
+    rows = [sum(count > depth for count in counts) for depth in range(max(counts))]  # of the draft's passes
+    drafting = [machine.draft(num_rows, MEAN_CONTEXT * num_rows) for num_rows in rows]
+    host = machine.host(n, rows[0] if rows else 0)
+    seconds = host + sum(drafting) + machine.target(n + chunk + sum(counts), MEAN_CONTEXT * n)
+    first = 0.0  # what the first step takes besides, which feeds the draft all context
+    if rows:
+        first = (FIRST_DRAFT - 1) * host + machine.draft(MEAN_CONTEXT * rows[0], MEAN_CONTEXT * rows[0]) - drafting[0]
+    return tokens / ((seconds + first / num_steps) * MEAN_NOISE)
 
 
 def _fresh(texts: Sequence[Text]) -> list[Text]:
@@ -407,8 +413,7 @@ def main() -> None:
             cells = []
             for acceptance in (0.2, 0.35, 0.5, 0.65, 0.8, 0.95):
                 texts = [Text(acceptance)] * n
-                seeds = 9 if n < 8 else 3  # what is fixed varies little
-                fixed = {length: compare(machine, texts, partial(Fixed, length), seeds=seeds) for length in LENGTHS}
+                fixed = {length: gain_of_fixed(machine, texts, length) for length in LENGTHS}
                 rate = compare(machine, texts, partial(controller_of, machine), seeds=9)
                 best = max(1.0, *fixed.values())
                 worst, worst_fixed = min(worst, rate), min(worst_fixed, rate / best)

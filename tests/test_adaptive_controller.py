@@ -9,7 +9,7 @@ from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
-from adaptive_simulator import MACHINES, Fixed, Fleet, Machine, Policy, Text, compare, controller_of
+from adaptive_simulator import MACHINES, Fixed, Fleet, Machine, Policy, Text, compare, controller_of, gain_of_fixed
 from adaptive_traffic import against_off
 
 from titan.adaptive.controller import IDLE_FADE, LEARNED_TOGETHER, Controller
@@ -50,7 +50,14 @@ def test_cell_of_the_grid(machine: Machine, n: int, acceptance: float) -> None:
     texts = [Text(acceptance)] * n
     rate = compare(machine, texts, adaptive(machine), seeds=9 if n == 1 else 3)
     assert rate >= 0.97
-    assert rate >= 0.95 * max(compare(machine, texts, partial(Fixed, length), seeds=1) for length in (1, 2, 4, 6))
+    assert rate >= 0.95 * max(gain_of_fixed(machine, texts, length) for length in (1, 2, 4, 6))
+
+
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=str)
+def test_fixed_numbers_bring_what_is_expected_of_them(machine: Machine) -> None:
+    for texts, num_nodes in (([Text(0.8)] * 8, [6]), ([Text(0.35)] * 8, [2]), (mixed(8), [0, 4] * 4), ([Text(0.95)] * 32, [0])):
+        simulated = compare(machine, texts, partial(Fixed, *num_nodes), seeds=3)
+        assert simulated == pytest.approx(gain_of_fixed(machine, texts, *num_nodes), rel=0.015)
 
 
 def test_simulator_can_tell() -> None:
@@ -78,8 +85,8 @@ def test_mixed_fleet(machine: Machine, n: int, uniform: float, oracle: float) ->
     texts = mixed(n)
     rate = compare(machine, texts, adaptive(machine), seeds=9)
     lengths = (1, 2, 3, 4, 6)
-    assert rate >= uniform * max(1.0, *(compare(machine, texts, partial(Fixed, each), seeds=1) for each in lengths))
-    assert rate >= oracle * max(1.0, *(compare(machine, texts, partial(Fixed, *([0, each] * n)), seeds=1) for each in lengths))
+    assert rate >= uniform * max(1.0, *(gain_of_fixed(machine, texts, each) for each in lengths))
+    assert rate >= oracle * max(1.0, *(gain_of_fixed(machine, texts, *([0, each] * n)) for each in lengths))
 
 
 def adapts_after(
