@@ -70,13 +70,13 @@ def spec_of(zoo: Zoo, draft: str | None) -> DraftSpec:
     return Bush(zoo) if draft == "bush" else draft if draft in (None, "ngram") or "/" in draft else zoo.path(draft)
 
 
-def adaptive_engine(zoo: Zoo, draft: str | None, **options: Any) -> Engine:
-    return make_engine(zoo.path("llama"), spec_of(zoo, draft), **{"speculation": "adaptive", "draft_tree": "auto"} | options)
+def adaptive_engine(zoo: Zoo, draft: str | None, target: str = "llama", **options: Any) -> Engine:
+    return make_engine(zoo.path(target), spec_of(zoo, draft), **{"speculation": "adaptive", "draft_tree": "auto"} | options)
 
 
-def written(zoo: Zoo, limits: Sequence[int] = LIMITS) -> list[list[int]]:
+def written(zoo: Zoo, limits: Sequence[int] = LIMITS, target: str = "llama") -> list[list[int]]:
     """By transformers, after the first prompts."""
-    return [zoo.greedy("llama", prompt, limit, ignore_eos=True) for prompt, limit in zip(PROMPTS, limits, strict=False)]
+    return [zoo.greedy(target, prompt, limit, ignore_eos=True) for prompt, limit in zip(PROMPTS, limits, strict=False)]
 
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -462,10 +462,10 @@ def test_passes_of_a_device_take_what_its_marks_say(zoo: Zoo, monkeypatch: pytes
     backend = make_back_end("triton")
     monkeypatch.setattr(backend, "mark", count().__next__)
     monkeypatch.setattr(backend, "seconds_between", lambda marks: [1.0, 0.5, 7.0] if marks == sorted(marks) else [])
-    engine = adaptive_engine(zoo, "llama", backend=backend, **AMPLE | {"max_draft_tokens": 3})
+    engine = adaptive_engine(zoo, "thin", "thin", backend=backend, **AMPLE | {"max_draft_tokens": 3})
     depths = list[int]()
     engine.observers.append(lambda _, acceptance: depths.append(max(acceptance.trees.counts)))
-    assert run_all(engine, PROMPTS[2:4], [greedy(16, ignore_eos=True)] * 2) == written(zoo, [0, 0, 16, 16])[2:]
+    assert run_all(engine, PROMPTS[2:4], [greedy(16, ignore_eos=True)] * 2) == written(zoo, [0, 0, 16, 16], "thin")[2:]
     assert {(each.draft_seconds, each.target_seconds) for each in outcomes} == {(1.0, 7.0)}
     drafting = [each for each in outcomes if each.num_nodes]
     assert len(drafting) > 2 and all(each.num_draft_rows >= each.num_nodes for each in drafting)
@@ -487,7 +487,7 @@ def test_a_device_is_waited_for_by_who_looks_at_results_or_must_know_their_times
     seconds_between = backend.seconds_between
     backend.seconds_between = lambda marks: (numbers.append(len(marks)), seconds_between(marks))[1]  # type: ignore[method-assign]
     options = {"prefill_chunk_size": 16, "max_inter_token_s": max_inter_token_s, "speculation": "off"}
-    engine = adaptive_engine(zoo, None, backend=backend, **AMPLE | options)
+    engine = adaptive_engine(zoo, None, "thin", backend=backend, **AMPLE | options)
     submit(engine, [list(range(5, 45))], [greedy(3, ignore_eos=True)])
     drain(engine)
     assert numbers == ([4] * 5 if max_inter_token_s else [1, 1, 4, 4, 4])

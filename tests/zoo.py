@@ -35,6 +35,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "other": ("llama", {"seed": 7, "num_hidden_layers": 2}),
     "small_vocab": ("llama", {"vocab_size": 120, "num_hidden_layers": 1}),
     "short": ("llama", {"max_position_embeddings": 40, "num_hidden_layers": 1}),
+    "thin": ("llama", {"num_hidden_layers": 1}),
     "narrow_window": ("mistral", {"sliding_window": 3}),
     "bytes": ("llama", {"vocab_size": 340}),  # with room for `make_byte_tokenizer`
     "gathered": ("gptj", {"rotary_dim": 8}),  # attends by itself

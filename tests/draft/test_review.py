@@ -34,10 +34,16 @@ PROMPTS = random_prompts(6, seed=8, max_len=40)
 
 
 def undrafted(
-    zoo: Zoo, draft: str, num_steps: int, back_end: str = "cpu", prompts: Sequence[Sequence[int]] = PROMPTS, **options: object
+    zoo: Zoo,
+    draft: str,
+    num_steps: int,
+    back_end: str = "cpu",
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+    target: str = "llama",
+    **options: object,
 ) -> tuple[Engine, list[Request]]:
     """Requests in flight, none of which the draft has been fed."""
-    engine = make_engine(zoo.path("llama"), zoo.path(draft), backend=make_back_end(back_end), **AMPLE | options)
+    engine = make_engine(zoo.path(target), zoo.path(draft), backend=make_back_end(back_end), **AMPLE | options)
     requests = submit(engine, prompts, [greedy(60, ignore_eos=True, use_speculative=False)] * len(prompts))
     for _ in range(num_steps):
         engine.step()
@@ -68,21 +74,22 @@ def test_a_review_says_what_the_draft_would_have_proposed(
 ) -> None:
     """Of the last of a request's own tokens; then of those since, from KV that a fresh pass would have made as well."""
     Machine(monkeypatch)
-    prompts = PROMPTS[:3] if back_end == "triton" else PROMPTS
-    engine, requests = undrafted(zoo, "llama~", num_steps, back_end, prompts, speculation="adaptive", draft_tree="auto")
-    drafter, auditor = engine.drafter, Auditor(zoo, engine, "llama")
+    target, prompts = ("thin", PROMPTS[:3]) if back_end == "triton" else ("llama", PROMPTS)
+    draft = f"{target}~"
+    engine, requests = undrafted(zoo, draft, num_steps, back_end, prompts, target, speculation="adaptive", draft_tree="auto")
+    drafter, auditor = engine.drafter, Auditor(zoo, engine, target)
     assert isinstance(drafter, DraftModelDrafter)
     some, found_right = requests[:5], list[bool]()
     for num_more in (num_steps, 3):
         counts = [drafter.num_reviewable(request) for request in some]
         assert counts == [min(num_more, MAX_REVIEWED)] * len(some)
         for request, found in zip(some, review(engine, some), strict=True):
-            is_right, logprobs = said(zoo, "llama~", request, request.num_tokens - min(num_more, MAX_REVIEWED))
+            is_right, logprobs = said(zoo, draft, request, request.num_tokens - min(num_more, MAX_REVIEWED))
             assert (found.logprobs is not None) == (back_end != "triton"), "growth there does not stop early"
             assert found.is_right == is_right and (found.logprobs is None or found.logprobs == pytest.approx(logprobs, abs=1e-3))
             assert request.num_drafted_context == request.num_tokens - 1 and drafter.num_reviewable(request) == 0
             found_right += is_right
-        auditor.check("llama~")
+        auditor.check(draft)
         for _ in range(3):
             engine.step()
     assert 0 < sum(found_right) < len(found_right)
