@@ -660,12 +660,15 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.world.resize(num_blocks)
             assert tables == [list(request.block_ids) for request in scheduler.running]
             return
-        num_to_come = sum(max_num_blocks(request, BLOCK_SIZE) - len(request.block_ids) for request in scheduler.running)
-        num_reserved = num_live + num_to_come if self.world.options.reservation == "max_tokens" else 0
-        if num_blocks >= max(num_reserved, *(max_num_blocks(request, BLOCK_SIZE) for request in present), 0 if present else 3):
+        least = most = max((max_num_blocks(request, BLOCK_SIZE) for request in present), default=3)
+        if self.world.options.reservation == "max_tokens":
+            missing = [(len(request.block_ids), max_num_blocks(request, BLOCK_SIZE)) for request in scheduler.running]
+            most = max(most, num_live + sum(number - held for held, number in missing))
+            least = max(least, num_live + sum(number - held for held, number in missing if held))  # the others may share a prompt
+        if num_blocks >= most:
             scheduler.check_num_blocks(num_blocks)
             self.world.resize(num_blocks)
-        elif present:
+        elif present and num_blocks < least:
             with pytest.raises(ValueError, match=f"num_blocks={num_blocks} is too few for re"):
                 scheduler.check_num_blocks(num_blocks)
 
