@@ -6,7 +6,6 @@ The draft's logits are a table: what its attention and its MLP say is multiplied
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import exp, inf
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,8 @@ USUAL = Worth(agreement=0.9, acceptance=0.7, node_price=0.02, row_price=0.01, pa
 SPECS = [
     BeamSpec(20, 5, 3, 4, 0.7, USUAL),
     BeamSpec(12, 7, 1, 3, 0.5, USUAL),
-    BeamSpec(30, 6, 3, 4, 1.0, replace(USUAL, agreement=0.7, acceptance=0.9)),
-    BeamSpec(6, 4, 2, 2, 0.9, replace(USUAL, node_price=0.05, pass_price=0.3)),
+    BeamSpec(30, 6, 3, 4, 1.0, USUAL._replace(agreement=0.7, acceptance=0.9)),
+    BeamSpec(6, 4, 2, 2, 0.9, USUAL._replace(node_price=0.05, pass_price=0.3)),
 ]
 Path_ = tuple[int, ...]
 Tree = dict[Path_, float]  # scores by the tokens from the root down
@@ -77,7 +76,7 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor]:
 
 
 def changed(**prices: float) -> list[BeamSpec]:
-    return [spec._replace(worth=replace(spec.worth or USUAL, **prices)) for spec in SPECS]
+    return [spec._replace(worth=(spec.worth or USUAL)._replace(**prices)) for spec in SPECS]
 
 
 CASES: dict[str, tuple[list[BeamSpec], int]] = {  # and the number of depths that are fed

@@ -22,8 +22,7 @@ from titan.core.sampling_params import SamplingParams
 from titan.core.trees import Parents, chain_parents, topology
 
 
-@dataclass(frozen=True, slots=True)
-class Worth:
+class Worth(NamedTuple):
     """What nodes of one request's beam are worth, and what time costs; both in tokens.
 
     A node at depth d with cumulative log-probability s is expected to be accepted with probability ``agreement**d * exp(s)``, its
