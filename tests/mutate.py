@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -46,10 +47,19 @@ def load_mutations(path: Path, root: Path, only: list[str]) -> list[Mutation]:
         count = (root / mutation.file).read_text(encoding="utf-8").count(mutation.find)
         if count != 1:
             errors.append(f"{mutation.name}: {mutation.find!r} is in {mutation.file} {count} times")
-        errors += [f"{mutation.name}: no {test}" for test in mutation.tests if not (root / test.split("::")[0]).exists()]
+        errors += [f"{mutation.name}: no {test}" for test in mutation.tests if not _exists(test, root)]
     if errors:
         raise ValueError("\n".join(errors))
     return chosen
+
+
+def _exists(test: str, root: Path) -> bool:
+    """Whether there is a file, and in it a class and a function, of the name of a test; its parameters are not looked at."""
+    file, *names = test.split("[")[0].split("::")
+    if not (root / file).exists():
+        return False
+    text = (root / file).read_text(encoding="utf-8") if names else ""
+    return all(re.search(rf"\b(def|class) {name}\b|^{name} = ", text, re.M) for name in names)
 
 
 def copy_tree(root: Path, copy: Path) -> None:

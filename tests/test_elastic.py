@@ -87,6 +87,24 @@ def test_the_cache_is_compacted_and_resized_in_flight(
     assert auditor.num_checked["target"] > 1000 and (draft is None or auditor.num_checked["draft"] > 300)
 
 
+def test_a_cache_shrinks_to_what_is_reserved(zoo: Zoo) -> None:
+    """Running requests never wait for blocks where all that they may need is theirs."""
+    engine = make_engine(zoo.path("llama"), **SCARCE | {"num_kv_blocks": 40, "reservation": "max_tokens"})
+    requests = submit(engine, PROMPTS[:2], [greedy(40, ignore_eos=True)] * 2)
+    engine.step()
+    num_reserved = sum(-(-(len(prompt) + 40) // SCARCE["block_size"]) for prompt in PROMPTS[:2])
+    with pytest.raises(
+        ValueError, match=f"num_blocks={num_reserved - 1} is too few for reservation='max_tokens': at least {num_reserved}"
+    ):
+        engine.resize_kv_cache(num_reserved - 1)
+    engine.resize_kv_cache(num_reserved)
+    drain(engine)
+    assert [request.output_token_ids for request in requests] == [
+        zoo.greedy("llama", each, 40, ignore_eos=True) for each in PROMPTS[:2]
+    ]
+    assert engine.counters.num_preemptions == 0
+
+
 @pytest.mark.parametrize("failing", ["draft", "target"])
 def test_a_resize_that_runs_out_of_memory_changes_nothing_but_what_the_draft_knows(
     zoo: Zoo, failing: str, monkeypatch: pytest.MonkeyPatch
