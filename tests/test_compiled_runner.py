@@ -16,6 +16,7 @@ from twins import BLOCKS_PER_REQUEST, BOUNDS, NUM_BLOCKS, Part, Twins
 from titan.core.batch import QueryRow
 from titan.core.trees import EMPTY_TREE, DraftTree
 from titan.kernels.cpu.backend import CpuBackend
+from titan.kernels.cpu.compiled import address
 from titan.kernels.cpu.runner import CompiledRunner
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -99,3 +100,34 @@ def test_parts_of_long_passes_fit_into_the_working_memory(back_end: str, dtype: 
         table = blocks[i * BLOCKS_PER_REQUEST : (i + 1) * BLOCKS_PER_REQUEST]
         rows.append(QueryRow(table, 0, twins.tokens(query_len), prompt_logits=of_prompt))
     twins.run([(row, EMPTY_TREE) for row in rows])
+
+
+def test_tokens_beyond_the_vocabulary_are_read_as_the_nearest(tmp_path: Path) -> None:
+    """Drafters answer for the tokens of their `DraftTrees`; whatever these are, no other memory is read."""
+    for is_tied in (False, True):
+        make_model(tmp_path, tie_word_embeddings=is_tied)
+        twins = make_twins(tmp_path, "float32")
+        vocab_size, row = twins.runner.model.config.vocab_size, QueryRow(twins.tables()[0], 3, [5])
+        batch = twins.batches([(row, DraftTree.chain([vocab_size - 1, 7]))])[1]
+        expected = twins.runner.forward(batch)
+        assert batch.nodes is not None
+        batch.nodes.token_ids[0] = vocab_size + 1
+        assert torch.equal(twins.runner.forward(batch), expected) and batch.token_ids[1] == vocab_size + 1
+
+
+def test_arrays_that_the_library_would_misread_are_refused() -> None:
+    numbers = np.arange(6)
+    assert address(numbers) == numbers.ctypes.data
+    numbers.flags.writeable = False
+    assert address(numbers) == numbers.ctypes.data
+    with pytest.raises(TypeError, match="float64 is not allowed"):
+        address(numbers.astype(np.float64))
+    for strided in (numbers[::2], np.arange(6)[::2]):
+        with pytest.raises((TypeError, BufferError), match=r"side by side|contiguous"):
+            address(strided)
+
+
+def test_threads_are_not_taken_from_a_pass_when_python_ends() -> None:
+    """A thread that does not end with Python may be in one."""
+    finalizer = make_kernels(KINDS["cpu"]).finalizer
+    assert not finalizer.atexit

@@ -6,6 +6,7 @@ import ctypes
 import weakref
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -39,7 +40,9 @@ class CompiledKernels:
             raise ValueError(f"num_threads={self.num_threads} is not possible: the system does not allow so many threads")
         self._library.longest_codes.restype = INT
         self.longest_codes: int = self._library.longest_codes()  # in bits of a number; 0: products read none
-        weakref.finalize(self, self._library.free_team, POINTER(self.team))
+        # not when Python ends: a thread that does not end with it may be in a pass
+        self.finalizer = weakref.finalize(self, self._library.free_team, POINTER(self.team))
+        self.finalizer.atexit = False
 
     def function(self, name: str, dtype: torch.dtype | None, *arguments: Any) -> Any:
         """Return the function of a name for tensors of a dtype, if it differs between them; it runs on the threads.
@@ -60,8 +63,19 @@ class CompiledKernels:
 
 
 _NOTHING = ctypes.c_char * 0
+_INT64, BOOL, FLOAT32 = np.dtype(np.int64), np.dtype(np.bool_), np.dtype(np.float32)
 
 
-def address(array: NDArray[Any]) -> int:
-    """Return the address of a contiguous array's data; faster than `ndarray.ctypes`, which read-only arrays need."""
-    return ctypes.addressof(_NOTHING.from_buffer(array)) if array.flags.writeable else array.ctypes.data  # type: ignore[arg-type]
+def address(array: NDArray[Any], dtype: np.dtype[Any] = _INT64) -> int:
+    """Return the address of an array's data.
+
+    Raises:
+        TypeError: the array is of another dtype than is read, or not contiguous.
+    """
+    if array.dtype != dtype:
+        raise TypeError(f"the compiled C++ reads {dtype}: an array of {array.dtype} is not allowed")
+    if array.flags.writeable:  # the faster way
+        return ctypes.addressof(_NOTHING.from_buffer(array))  # type: ignore[arg-type]
+    if not array.flags.c_contiguous:
+        raise TypeError("the compiled C++ reads arrays whose numbers lie side by side: others are not allowed")
+    return array.ctypes.data

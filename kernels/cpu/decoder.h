@@ -54,14 +54,14 @@ struct DecoderPass {
 
 namespace {
 
-// Copy a token's row of the embedding, scaled, to `result`.
+// Copy a token's row of the embedding, scaled, to `result`; of a token that there is not, that of the nearest.
 template <typename T>
 void look_up(const Decoder& decoder, int64_t token, T* result) {
-  const int64_t size = decoder.hidden_size;
+  const int64_t size = decoder.hidden_size, row = std::clamp<int64_t>(token, 0, decoder.vocab_size - 1);
   if (decoder.embedding)
-    std::memcpy(result, static_cast<const T*>(decoder.embedding) + token * size, size * sizeof(T));
+    std::memcpy(result, static_cast<const T*>(decoder.embedding) + row * size, size * sizeof(T));
   else
-    unpack_row(decoder.head, token, result);
+    unpack_row(decoder.head, row, result);
   if (decoder.embedding_scale != 1.0f)
     for (int64_t d = 0; d < size; ++d) narrow(widen(result[d]) * decoder.embedding_scale, &result[d]);
 }

@@ -13,6 +13,7 @@
 #include "decoder.h"
 #include "numbers.h"
 #include "sampling.h"
+#include "working_memory.h"
 
 // A tree shape known in advance, see `ShapePlan` of `titan/core/growth.py`. I inner nodes, the root first.
 struct TreeShape {
@@ -180,13 +181,14 @@ public:
     take(0);
     for (int64_t depth = 1; feed_frontier(depth); ++depth) take(depth);
     for (int64_t i = 0; i < growing_.num_requests; ++i) finish(i);
+    memory_.give_back();
   }
 
 private:
   void add_row(int64_t request, int64_t token, int64_t position, int64_t slot, int64_t visible_len, int64_t bits) {
     const int64_t block_size = decoder_.layers[0].kv.block_size; // and of all others
     const int64_t block = growing_.block_table[request * growing_.table_width + slot / block_size];
-    rows_.token_ids.push_back(std::max<int64_t>(std::min(token, decoder_.vocab_size - 1), 0));
+    rows_.token_ids.push_back(token);
     rows_.positions.push_back(position);
     rows_.slots.push_back(block * block_size + slot % block_size);
     rows_.visible_lens.push_back(visible_len);
@@ -203,9 +205,9 @@ private:
                              rows_.bits.data()};
     const DecoderPass pass{rows_.size(), static_cast<int64_t>(rows_.kept.size()), rows_.token_ids.data(), rows_.slots.data(),
                            rows_.kept.data()};
-    logits_.resize(rows_.kept.size() * decoder_.head.num_outputs);
+    logits_ = reinterpret_cast<T*>(memory_.lines(num_lines<T>(pass.num_rows * decoder_.head.num_outputs)));
     const auto start = std::chrono::steady_clock::now();
-    forward(decoder_, plan, pass, logits_.data());
+    forward(decoder_, plan, pass, logits_);
     growing_.pass_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     growing_.num_passes += 1;
     growing_.num_rows += rows_.size();
@@ -266,7 +268,7 @@ private:
     tokens_.resize(num_rows * most);
     logprobs_.resize(num_rows * most);
     share(static_cast<Team*>(decoder_.team), num_rows, vocab_size_, [&](int64_t row) {
-      choose(nodes_[row], depth, &logits_[row * stride], &tokens_[row * most], &logprobs_[row * most]);
+      choose(nodes_[row], depth, logits_ + row * stride, &tokens_[row * most], &logprobs_[row * most]);
     });
     for (int64_t row = 0; row < num_rows;) {
       const int64_t request = nodes_[row].request, first = row;
@@ -296,7 +298,8 @@ private:
       *tokens = std::max<int64_t>(argmax_row(logits, vocab_size_), 0);
     } else if (growth.shape) {
       largest_entries(logits, tokens, logprobs, count, vocab_size_);
-      std::fill(tokens + std::min(count, vocab_size_), tokens + count, -1);
+      for (int64_t j = 0; j < count; ++j)
+        if (logprobs[j] == kMinusInfinity) tokens[j] = -1; // no token is left
     } else {
       best_children_row(logits, growth.temperature, tokens, logprobs, count, vocab_size_);
     }
@@ -370,12 +373,13 @@ private:
     num_nodes_ += count;
   }
 
+  inline static thread_local WorkingMemory memory_;
   const Decoder& decoder_;
   Growing& growing_;
   Rows rows_;
   std::vector<Growth> growths_;
   std::vector<FedNode> nodes_; // of the rows of `logits_`
-  std::vector<T> logits_;
+  T* logits_ = nullptr;        // in the working memory
   std::vector<int64_t> tokens_;
   std::vector<float> logprobs_;
   int64_t vocab_size_;

@@ -156,7 +156,7 @@ class CompiledOps(TorchOps):
             self._write_rows(rows.data_ptr(), token_stride, row_stride, rows.shape[2], *places)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if x.dtype != self._dtype:  # as modules of transformers may do
+        if x.dtype != self._dtype or weight.dtype not in (x.dtype, torch.float32):  # as modules of transformers may do
             return super().rms_norm(x, weight, eps)
         x, weight = x.contiguous(), weight.contiguous()
         num_rows, size = x.shape
@@ -166,6 +166,7 @@ class CompiledOps(TorchOps):
 
     def rope_and_write_kv(self, qkv: Tensor, places: TokenPlaces, kv_layer: Tensor, qk_norm: Tensor | None, eps: float) -> Tensor:
         assert qkv.dtype == places.rope_table.dtype == self._dtype
+        assert qk_norm is None or (qk_norm.dtype in (self._dtype, torch.float32) and qk_norm.is_contiguous())
         num_tokens, num_kv_heads, head_dim = len(qkv), kv_layer.shape[1], places.rope_table.shape[-1]
         num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
         kv = kv_struct(kv_layer, head_dim)

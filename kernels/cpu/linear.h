@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <type_traits>
-#include <vector>
 
 #include "amx.h"
 #include "codes.h"
@@ -174,8 +173,10 @@ extern "C" void make_blocks_32(Team* team, const uint32_t* rows, int64_t num_row
 
 #define TITAN_DEFINE_LINEAR(T, NAME)                                                                                           \
   extern "C" void linear_##NAME(Team* team, const Weight* weight, const T* x, int64_t num_rows, const T* residual, T* output) { \
-    std::vector<Line> room(linear_lines<T>(*weight, num_rows));                                                                \
-    team->run([&](Member& member) { linear(member, *weight, x, num_rows, residual, output, room.data()); });                   \
+    static thread_local WorkingMemory memory;                                                                                  \
+    Line* room = memory.lines(linear_lines<T>(*weight, num_rows));                                                             \
+    team->run([&](Member& member) { linear(member, *weight, x, num_rows, residual, output, room); });                          \
+    memory.give_back();                                                                                                        \
   }                                                                                                                            \
   extern "C" void look_up_##NAME(Team* team, const Weight* weight, const int64_t* rows, int64_t num_rows, T* output) {         \
     share(team, num_rows, weight->num_inputs, [&](int64_t i) { unpack_row(*weight, rows[i], output + i * weight->num_inputs); }); \

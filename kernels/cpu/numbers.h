@@ -22,7 +22,7 @@ struct BFloat16 {
 
 namespace {
 
-#if defined(__AVX512F__)
+#if defined(__AVX512BW__) // with it, all else that is used of AVX-512
 constexpr int kLanes = 16; // numbers in a vector
 #elif defined(__AVX__)
 constexpr int kLanes = 8;
@@ -139,7 +139,7 @@ inline Lanes load_lanes(const BFloat16* values) {
 }
 
 inline Lanes load_lanes(const Float16* values) {
-#if defined(__AVX512F__)
+#if defined(__AVX512BW__)
   return reinterpret<Lanes>(_mm512_cvtph_ps(load<__m256i>(values)));
 #elif defined(__F16C__)
   return reinterpret<Lanes>(_mm256_cvtph_ps(load<__m128i>(values)));

@@ -17,7 +17,7 @@ from titan.core.batch import RaggedBatch, pad_block_tables, prefix_sums
 from titan.core.growth import BeamSpec, Feed, GrowthSpec, ShapeSpec, Worth
 from titan.core.kv_tensor import KVTensor
 from titan.core.trees import DraftTrees, GrowthReport, NodeColumns, allocate_nodes
-from titan.kernels.cpu.compiled import POINTER, CompiledKernels, address
+from titan.kernels.cpu.compiled import BOOL, FLOAT32, POINTER, CompiledKernels, address
 from titan.kernels.cpu.layers import plan_struct
 from titan.kernels.cpu.structs import (
     LAYER_NORMS,
@@ -125,10 +125,10 @@ class CompiledRunner(TorchRunner):
             draft_rows = torch.zeros(max_nodes + num_rows, dtype=torch.int32)
         growing = GrowingStruct(
             *(len(feeds), table.shape[1], vocab_size),
-            *map(address, (growths, table, token_ids, lengths)),
+            *(address(growths, TREE_GROWTH), *map(address, (table, token_ids, lengths))),
             NodeColumnsStruct(*(column.data_ptr() for column in nodes)),
-            *(0 if draft_rows is None else draft_rows.data_ptr(), address(counts), address(is_chain)),
-            *(0 if probs is None else probs.data_ptr(), address(first_scores)),
+            *(0 if draft_rows is None else draft_rows.data_ptr(), address(counts), address(is_chain, BOOL)),
+            *(0 if probs is None else probs.data_ptr(), address(first_scores, FLOAT32)),
         )
         self._grow_trees(ctypes.addressof(self._decoder), ctypes.addressof(growing))
         num_nodes = int(counts.sum())

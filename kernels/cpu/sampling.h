@@ -275,8 +275,8 @@ int64_t reject_tree(const VerifiedTree<T>& tree, float* matches) {
   // the places may all be empty
   if (tree.num_nodes) match_rows(probs, tree.draft_probs + tree.draft_rows[0] * size, matches, size);
   for (int64_t node = 0; node < tree.num_nodes; ++node) {
-    if (tree.parents[node] != reached) continue;
     const int64_t token = tree.token_ids[node];
+    if (tree.parents[node] != reached || token < 0 || token >= size) continue; // whoever proposed it
     const double p = probs[token], q = draft_probs[token];
     const double mass = rank == 0 ? 1 : residual_row(probs, draft_probs, static_cast<float>(scale), rest, size);
     const double left = std::max(1 - tried, q); // at least q, whatever rounding does

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from titan.core.arrays import Ints
-from titan.core.sampling_rows import SamplingRows
+from titan.core.sampling_rows import OPTIONS, SamplingRows
 from titan.kernels.cpu.compiled import COMPILED_DTYPES, INT, POINTER, CompiledKernels, address
 from titan.kernels.torch.sampling import distributions
 
@@ -60,7 +60,7 @@ class CompiledSampling:
         written = self.probs(logits, rows)
         probs.index_copy_(0, places, written)
         arguments = written, torch.from_numpy(num_children), places, children, *written.shape, children.shape[1]
-        self._draw_children(address(rows.options), *map(_as_argument, arguments))
+        self._draw_children(address(rows.options, OPTIONS), *map(_as_argument, arguments))
 
     def _call(self, name: str, values: Tensor, *arguments: Tensor | int) -> None:
         """Call the library's function for the dtype of ``values`` with tensors and numbers."""

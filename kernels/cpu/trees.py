@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from titan.core.arrays import Ints
-from titan.core.sampling_rows import SamplingRows
+from titan.core.sampling_rows import OPTIONS, SamplingRows
 from titan.core.trees import DraftTrees, NodeColumns, Upload, allocate_nodes
-from titan.kernels.cpu.compiled import COMPILED_DTYPES, INT, POINTER, CompiledKernels, address
+from titan.kernels.cpu.compiled import BOOL, COMPILED_DTYPES, INT, POINTER, CompiledKernels, address
 from titan.kernels.cpu.sampling import CompiledSampling, readable
 from titan.kernels.interfaces import Candidates, Verified
 from titan.kernels.tree_places import place_trees, with_draft_probs
@@ -63,7 +63,7 @@ class CompiledTrees:
                 candidates[name] = column.numpy()
             first_nodes, num_nodes = start_loc[each.rows], np.ascontiguousarray(each.num_nodes)
             self._select(
-                POINTER(address(candidates)),
+                POINTER(address(candidates, CANDIDATE)),
                 *map(INT, candidates.shape),
                 *(POINTER(address(each)) for each in (first_nodes, num_nodes)),
                 ctypes.byref(struct),
@@ -81,7 +81,7 @@ class CompiledTrees:
         matches = None if probs is None else torch.empty((num_trees, 2), dtype=torch.float32)
         struct = _TreesStruct(
             *(num_trees, max_depth, sampling.has_cuts),
-            *(address(rows), address(trees.start_loc), address(trees.is_sampled), address(sampling.options)),
+            *(address(rows), address(trees.start_loc), address(trees.is_sampled, BOOL), address(sampling.options, OPTIONS)),
             *(nodes.token_ids.data_ptr(), nodes.parents.data_ptr()),
             None if probs is None else probs.data_ptr(),
             None if draft_rows is None else draft_rows.data_ptr(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from back_ends import make_back_end
 from proposals import assert_same_trees, filled, trees_on_host
 from stepping import greedy, make_engine, run_all, slots_in_order
+from tiny_models import make_model
 from twins import BLOCK_SIZE, GrowthTwins
 from zoo import Zoo, random_prompts
 
@@ -98,7 +100,7 @@ def test_the_report_counts_each_pass_and_each_row(zoo: Zoo, has_chunk: bool, cal
 def priced(pass_price: float, row_price: float = 0.01) -> list[GrowthSpec]:
     """Two beams and a chain of beams, each with prices of its own."""
     specs = BeamSpec(16, 5, 3, 4, 0.3), BeamSpec(9, 6, 2, 3, 0.25), BeamSpec(6, 6, 1, 3, 0.2)
-    return [spec._replace(worth=Worth(0.9, 0.8, 0.01 + i / 99, row_price, pass_price)) for i, spec in enumerate(specs)]
+    return [replace(spec, worth=Worth(0.9, 0.8, 0.01 + i / 99, row_price, pass_price)) for i, spec in enumerate(specs)]
 
 
 PRICED: dict[str, tuple[list[GrowthSpec], int]] = {  # and the greatest depth
@@ -144,6 +146,17 @@ def test_a_shape_with_more_children_than_the_draft_has_tokens_has_fewer_nodes(
     assert (trees.draft_probs is not None) == is_sampled
 
 
+def test_a_shape_with_more_children_than_there_are_possible_tokens_has_fewer_nodes(tmp_path: Path, calls: list[str]) -> None:
+    model = make_model(tmp_path, "llama", num_hidden_layers=1)
+    embedding, head = model.get_input_embeddings().weight.data, model.get_output_embeddings().weight.data
+    embedding.add_(1000.0)  # so that all numbers of hidden states are near 1
+    head[5:] = -3e38  # logits of -inf
+    model.save_pretrained(tmp_path)
+    twins = GrowthTwins(str(tmp_path), 131, make_back_end("cpu"))
+    trees = assert_grown(twins, twins.feeds([filled(WIDE)] * 3), calls, "compiled")
+    assert trees.counts[:3].tolist() == [5] * 3
+
+
 LEFT_TO_PYTORCH: dict[str, list[GrowthSpec]] = {
     "top_k": [sampled(BUSHY, 0, top_k=3), sampled(LINE, 1)],
     "top_p": [filled(chain_parents(3)), sampled(WIDE, 1, top_p=0.8), BeamSpec(6, 3, 2, 3, 0.5)],
@@ -187,6 +200,12 @@ def test_slots_without_blocks_and_positions_without_rotations_are_refused(zoo: Z
         twins.grow([beam._replace(block_ids=beam.block_ids[:2])])
     with pytest.raises(IndexError, match="256"):
         twins.grow([Feed(0, list(range(20)), 254, [5], filled(chain_parents(3)))])
+
+
+@pytest.mark.parametrize("size", [(64, 1, 1), (9, 65, 1), (9, 9, 8)])
+def test_beams_whose_ancestors_are_more_than_64_bits_are_refused(size: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="is too large: at most 63 are allowed"):
+        BeamSpec(*size, 9, 1.0)
 
 
 def test_an_engine_that_drafts_for_few_requests_grows_their_trees_in_one_call(zoo: Zoo, calls: list[str]) -> None:

@@ -6,6 +6,7 @@ The draft's logits are a table: what its attention and its MLP say is multiplied
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import exp, inf
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor]:
 
 
 def changed(**prices: float) -> list[BeamSpec]:
-    return [spec._replace(worth=(spec.worth or USUAL)._replace(**prices)) for spec in SPECS]
+    return [replace(spec, worth=(spec.worth or USUAL)._replace(**prices)) for spec in SPECS]
 
 
 CASES: dict[str, tuple[list[BeamSpec], int]] = {  # and the number of depths that are fed
@@ -87,7 +88,7 @@ CASES: dict[str, tuple[list[BeamSpec], int]] = {  # and the number of depths tha
     "nodes that are not kept": (changed(node_price=0.2), 2),
     "never": (changed(node_price=0.0, row_price=0.0, pass_price=1e-9), 6),
     "one alone": (SPECS[1:2], 2),
-    "beside one that is as deep as it may be": ([changed(pass_price=0.001)[0]._replace(depth=1), *changed(pass_price=9.0)], 0),
+    "beside one that is as deep as it may be": ([replace(changed(pass_price=0.001)[0], depth=1), *changed(pass_price=9.0)], 0),
     "beside one that goes on": ([*SPECS, BeamSpec(8, 6, 2, 3, 1.0)], 5),
     "beside one that ends before": ([*SPECS, BeamSpec(8, 2, 2, 3, 1.0)], 3),
 }

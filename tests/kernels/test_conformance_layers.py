@@ -69,8 +69,14 @@ def test_numbers_of_another_dtype_are_not_taken_for_those_of_the_model(backend: 
         pytest.skip("its kernels go by the tensors")
     x, weight = random(backend, 7, 96, dtype=torch.float32), random(backend, 96, dtype=torch.bfloat16, seed=1)
     assert torch.equal(ops.rms_norm(x, weight, 1e-6), TorchOps(x.device).rms_norm(x, weight, 1e-6))
+    x, halves = x.bfloat16(), weight.half()
+    assert torch.equal(ops.rms_norm(x, halves, 1e-6), TorchOps(x.device).rms_norm(x, halves, 1e-6))
     with pytest.raises(AssertionError):
-        ops.linear(x, ops.pack(random(backend, 32, 96, dtype=torch.bfloat16)), None)
+        ops.linear(x.float(), ops.pack(random(backend, 32, 96, dtype=torch.bfloat16)), None)
+    table, places = make_table(8, 16).bfloat16(), torch.zeros(7, dtype=torch.int64)
+    kv_layer = torch.zeros(2, 1, 1, 16, 16, dtype=torch.bfloat16)
+    with pytest.raises(AssertionError):
+        ops.rope_and_write_kv(x[:, :64].contiguous(), TokenPlaces(table, places, places), kv_layer, halves[:48].view(3, 16), 1e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -21,6 +21,7 @@ from titan.core.batch import prefix_sums
 from titan.core.limits import MAX_NODES
 from titan.core.sampling_rows import SamplingRows
 from titan.core.trees import EMPTY_TREE, DraftTree, DraftTrees, NodeColumns, TreeLimits, chain_parents, topology
+from titan.kernels.cpu.backend import CpuBackend
 from titan.kernels.interfaces import Backend, Candidates
 from titan.kernels.triton.backend import TritonBackend
 
@@ -426,3 +427,15 @@ def test_a_sampled_node_without_a_distribution_ends_the_path_without_a_token(bac
     p = torch.tensor([[0.5, 0.5, 0.0], [0.5, NAN, 0.5]])
     case = Case([DraftTree.chain([1], draft_probs=p[:1])], [p.log()], [PLAIN])
     assert [each[:2] for each in case.by(backend)] == [([0], -1)]
+
+
+@pytest.mark.parametrize("token", [2, 1 << 40, -1, -(1 << 40)])
+def test_a_sampled_token_beyond_the_vocabulary_is_not_accepted(backend: Backend, token: int) -> None:
+    """Drafters answer for the tokens of their `DraftTrees`; whatever these are, the compiled C++ reads no other memory."""
+    if not isinstance(backend, CpuBackend):
+        pytest.skip("Python's errors, or those of a device")
+    p, q = torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 0.0]]), torch.tensor([[0.5, 0.5], [1e-3, 1 - 1e-3]])
+    trees = Case([DraftTree.chain([1, 0], draft_probs=q)], [p.log()], [CUT]).on_device(backend)
+    trees = replace(trees, nodes=trees.nodes._replace(token_ids=torch.tensor([token, 0])))
+    result = backend.trees.verify(p.log(), trees, np.array([0]), sampling_rows([CUT]))
+    assert result.paths.tolist() == [[-1, -1]] and result.final_tokens.tolist() == [1]

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from titan.kernels.cpu.library import FLAGS
 
@@ -18,6 +19,8 @@ PROCESSORS = {
     "arm with products of bfloat16": (CROSS_COMPILER, "-static", "-march=armv8.2-a+bf16"),
     **({"x86-64 without AVX": ("c++", "-march=x86-64")} if platform.machine() == "x86_64" else {}),
 }
+if torch.cpu._is_avx512_supported():
+    PROCESSORS["the first AVX-512"] = ("c++", "-march=x86-64-v3", "-mavx512f")
 
 
 @pytest.mark.parametrize("name", PROCESSORS)

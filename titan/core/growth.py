@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titan.core.arrays import Ints
+from titan.core.limits import MAX_NODES
 from titan.core.sampling_params import SamplingParams
 from titan.core.trees import Parents, chain_parents, topology
 
@@ -40,8 +41,13 @@ class Worth(NamedTuple):
     pass_price: float  # of a pass of the draft, however many nodes it feeds; above 0
 
 
-class BeamSpec(NamedTuple):
-    """A beam: expand the nodes with the greatest cumulative probability at each depth, and keep the best of all depths."""
+@dataclass(frozen=True, slots=True)
+class BeamSpec:
+    """A beam: expand the nodes with the greatest cumulative probability at each depth, and keep the best of all depths.
+
+    Raises:
+        ValueError: the tree has too many nodes, or feeds too many: ancestors are the bits of one int64.
+    """
 
     max_nodes: int  # of the tree
     depth: int  # greatest depth of its nodes
@@ -49,6 +55,13 @@ class BeamSpec(NamedTuple):
     num_children: int  # candidate tokens after each of them, at least `width`
     temperature: float  # at which probabilities are compared
     worth: Worth | None = None  # ends the growth where it does not pay; None: it goes on to its depth
+
+    def __post_init__(self) -> None:
+        if max(self.max_nodes, self.num_slots) > MAX_NODES:
+            raise ValueError(
+                f"a beam of max_nodes={self.max_nodes} that feeds {self.num_slots} nodes, {self.width} at each depth up to "
+                f"{self.depth}, is too large: at most {MAX_NODES} are allowed of either"
+            )
 
     @property
     def num_slots(self) -> int:
