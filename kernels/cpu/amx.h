@@ -7,15 +7,7 @@
 
 #pragma once
 
-#include <algorithm>
-#include <cstring>
-#include <type_traits>
-
 #include "codes.h"
-#include "numbers.h"
-#include "team.h"
-#include "weight.h"
-#include "working_memory.h"
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
 #define TITAN_HAS_AMX 1

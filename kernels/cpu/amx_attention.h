@@ -5,14 +5,8 @@
 
 #pragma once
 
-#include <algorithm>
-#include <cstring>
-#include <vector>
-
 #include "amx.h"
 #include "attention_plan.h"
-#include "numbers.h"
-#include "working_memory.h"
 
 namespace {
 

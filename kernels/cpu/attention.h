@@ -6,17 +6,7 @@
 
 #pragma once
 
-#include <algorithm>
-#include <limits>
-#include <type_traits>
-#include <vector>
-
 #include "amx_attention.h"
-#include "attention_plan.h"
-#include "numbers.h"
-#include "product.h"
-#include "team.h"
-#include "working_memory.h"
 
 namespace {
 

@@ -10,13 +10,8 @@
 
 #pragma once
 
-#include <algorithm>
-
-#include "numbers.h"
 #include "product.h"
 #include "team.h"
-#include "weight.h"
-#include "working_memory.h"
 
 // The longest codes that pay. AVX2 has too few registers for decoding beside the sums of more than 4 rows: these lose more with codes of
 // 12 bits than few rows gain.

@@ -1,15 +1,10 @@
-// Passes of a decoder: one call for what `titan/models/decoder.py` does operation by operation.
+// Passes of a decoder: one call for what `titan/models/decoder.py` does operation by operation; and the operations of a layer other than
+// attention and linear layers: RMSNorm, rotation and KV write, gated activation, and the feed-forward part.
 
 #pragma once
 
-#include <vector>
-
 #include "attention.h"
-#include "layer.h"
 #include "linear.h"
-#include "numbers.h"
-#include "team.h"
-#include "working_memory.h"
 
 struct DecoderLayer {
   // Norms, or null: [hidden_size], of what attention and feed-forward part read, and of what they add to the residual stream;
@@ -53,6 +48,114 @@ struct DecoderPass {
 };
 
 namespace {
+
+constexpr int64_t kPartRows = 512; // of a pass that go through a part of a layer at a time: what they leave stays in the caches
+
+template <typename T>
+float inverse_rms(const T* x, int64_t size, float eps) {
+  float sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < size; ++i) sum += widen(x[i]) * widen(x[i]);
+  return 1.0f / std::sqrt(sum / static_cast<float>(size) + eps);
+}
+
+// One element of RMSNorm; rounded before the multiplication by a weight of the same type, as in transformers.
+template <typename T, typename W>
+inline float normed(T x, float factor, W weight) {
+  if constexpr (!std::is_same_v<T, W>) return widen(x) * factor * widen(weight);
+  T rounded;
+  narrow(widen(x) * factor, &rounded);
+  return widen(rounded) * widen(weight);
+}
+
+template <typename T, typename W>
+void norm_row(const T* x, const W* weight, T* output, int64_t size, float eps) {
+  const float factor = inverse_rms(x, size, eps);
+#pragma omp simd
+  for (int64_t i = 0; i < size; ++i) narrow(normed(x[i], factor, weight[i]), &output[i]);
+}
+
+template <typename T, typename W>
+void rms_norm(Member& member, const T* x, const W* weight, T* output, int64_t num_rows, int64_t size, float eps) {
+  member.share(num_rows, size, [&](int64_t row) { norm_row(x + row * size, weight, output + row * size, size, eps); });
+}
+
+// Add the RMSNorm of x to the residual stream; x is overwritten.
+template <typename T>
+void add_norm(Member& member, T* x, const T* weight, T* stream, int64_t num_rows, int64_t size, float eps) {
+  member.share(num_rows, size, [&](int64_t row) {
+    T *added = x + row * size, *sum = stream + row * size;
+    norm_row(added, weight, added, size, eps);
+#pragma omp simd
+    for (int64_t i = 0; i < size; ++i) narrow(widen(sum[i]) + widen(added[i]), &sum[i]);
+  });
+}
+
+// Either norm may be null: one of each head, and one of all queries of a token together and of all its keys.
+template <typename T, typename W>
+void rope_and_write_kv(Member& member, T* qkv, const T* rope_table, const int64_t* positions, const int64_t* slots, const KVLayer& kv,
+                       const W* qk_norm, const T* row_norm, float eps, int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads,
+                       int64_t head_dim) {
+  const int64_t num_qk_heads = num_heads + num_kv_heads, token_size = (num_qk_heads + num_kv_heads) * head_dim;
+  const int64_t half = head_dim / 2, q_size = num_heads * head_dim, k_size = num_kv_heads * head_dim;
+  with_stored<T>(kv, [&]<typename S>(S) {
+    member.share(num_tokens, token_size, [&](int64_t token) {
+      const T* cos = rope_table + positions[token] * 2 * head_dim;
+      const T* sin = cos + head_dim; // its first half is negated
+      T *q = qkv + token * token_size, *k = q + q_size;
+      if (row_norm) norm_row(q, row_norm, q, q_size, eps), norm_row(k, row_norm + q_size, k, k_size, eps);
+      for (int64_t i = 0; i < num_qk_heads + num_kv_heads; ++i) {
+        T* x = q + i * head_dim;
+        if (i < num_qk_heads) {
+          if (qk_norm) norm_row(x, qk_norm + i * head_dim, x, head_dim, eps);
+#pragma omp simd
+          for (int64_t d = 0; d < half; ++d) {
+            const float low = widen(x[d]), high = widen(x[d + half]);
+            narrow(low * widen(cos[d]) + high * widen(sin[d]), &x[d]);
+            narrow(high * widen(cos[d + half]) + low * widen(sin[d + half]), &x[d + half]);
+          }
+        }
+        if (i < num_heads) continue;
+        write_slot<S>(x, head_dim, kv, i >= num_qk_heads, (i - num_heads) % num_kv_heads, slots[token], head_dim);
+      }
+    });
+  });
+}
+
+inline float silu(float x) { return x * sigmoid(x); }
+
+// Hendrycks and Gimpel, "Gaussian error linear units", 2016: its approximation by tanh, which is 2 * sigmoid(2 * x) - 1.
+inline float gelu(float x) { return x * sigmoid(1.5957691216f * (x + 0.044715f * x * x * x)); }
+
+template <float (*activation)(float), typename T>
+void gate(Member& member, const T* gate_up, T* output, int64_t num_rows, int64_t size) {
+  member.share(num_rows, size, [&](int64_t row) {
+    const T* gate = gate_up + row * 2 * size;
+    const T* up = gate + size;
+    T* result = output + row * size;
+#pragma omp simd
+    for (int64_t i = 0; i < size; ++i) narrow(activation(widen(gate[i])) * widen(up[i]), &result[i]);
+  });
+}
+
+template <typename T>
+void gated_mlp(Team* team, const Weight& gate_up, const Weight& down, const T* x, int64_t num_rows, T* output) {
+  const int64_t most_rows = std::min(num_rows, kPartRows);
+  const int64_t num_room = std::max(linear_lines<T>(gate_up, most_rows), linear_lines<T>(down, most_rows));
+  const int64_t num_wide = num_lines<T>(most_rows * gate_up.num_outputs);
+  static thread_local WorkingMemory memory;
+  Line* room = memory.lines(num_room + num_wide + num_lines<T>(most_rows * down.num_inputs));
+  T* wide = reinterpret_cast<T*>(room + num_room);
+  T* gated = reinterpret_cast<T*>(room + num_room + num_wide);
+  team->run([&](Member& member) {
+    for_parts(num_rows, kPartRows, [&](int64_t first, int64_t count) {
+      linear<T>(member, gate_up, x + first * gate_up.num_inputs, count, nullptr, wide, room);
+      gate<silu>(member, wide, gated, count, down.num_inputs);
+      linear<T>(member, down, gated, count, nullptr, output + first * down.num_outputs, room);
+    });
+  });
+  memory.give_back();
+}
 
 // Copy a token's row of the embedding, scaled, to `result`; of a token that there is not, that of the nearest.
 template <typename T>
@@ -143,4 +246,41 @@ void forward(const Decoder& decoder, const AttentionPlan& plan, const DecoderPas
 #define TITAN_DEFINE_DECODER(T, NAME)                                                                                          \
   extern "C" void forward_##NAME(const Decoder* decoder, const AttentionPlan* plan, const DecoderPass* pass, void* logits) {   \
     forward(*decoder, *plan, *pass, static_cast<T*>(logits));                                                                  \
+  }
+
+// Weights of norms are of type T, or of type float if `is_wide`. The rows of `write_rows` are keys or values; the numbers of a row lie
+// side by side.
+#define TITAN_DEFINE_LAYER(T, NAME)                                                                                            \
+  extern "C" void rms_norm_##NAME(Team* team, const T* x, const void* weight, int64_t is_wide, T* output, int64_t num_rows,    \
+                                  int64_t size, float eps) {                                                                   \
+    run(team, num_rows * size, [&](Member& member) {                                                                           \
+      is_wide ? rms_norm(member, x, static_cast<const float*>(weight), output, num_rows, size, eps)                            \
+              : rms_norm(member, x, static_cast<const T*>(weight), output, num_rows, size, eps);                               \
+    });                                                                                                                        \
+  }                                                                                                                            \
+  extern "C" void gated_mlp_##NAME(Team* team, const Weight* gate_up, const Weight* down, const T* x, int64_t num_rows,        \
+                                   T* output) {                                                                                \
+    gated_mlp(team, *gate_up, *down, x, num_rows, output);                                                                     \
+  }                                                                                                                            \
+  extern "C" void write_rows_##NAME(Team* team, const T* rows, int64_t token_stride, int64_t row_stride, int64_t size,         \
+                                    const int64_t* slots, int64_t num_tokens, const KVLayer* kv, int64_t plane,                \
+                                    int64_t num_kv_heads, int64_t head_dim) {                                                  \
+    with_stored<T>(*kv, [&]<typename S>(S) {                                                                                   \
+      share(team, num_tokens, num_kv_heads * size, [&](int64_t token) {                                                        \
+        for (int64_t head = 0; head < num_kv_heads; ++head)                                                                    \
+          write_slot<S>(rows + token * token_stride + head * row_stride, size, *kv, plane, head, slots[token], head_dim);      \
+      });                                                                                                                      \
+    });                                                                                                                        \
+  }                                                                                                                            \
+  extern "C" void rope_and_write_kv_##NAME(Team* team, T* qkv, const T* rope_table, const int64_t* positions,                  \
+                                           const int64_t* slots, const KVLayer* kv, const void* qk_norm, int64_t is_wide,      \
+                                           float eps, int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads,             \
+                                           int64_t head_dim) {                                                                 \
+    const auto rotate = [&](Member& member, const auto* norm) {                                                                \
+      rope_and_write_kv<T>(member, qkv, rope_table, positions, slots, *kv, norm, nullptr, eps, num_tokens, num_heads,          \
+                           num_kv_heads, head_dim);                                                                            \
+    };                                                                                                                         \
+    run(team, num_tokens * (num_heads + 2 * num_kv_heads) * head_dim, [&](Member& member) {                                    \
+      is_wide ? rotate(member, static_cast<const float*>(qk_norm)) : rotate(member, static_cast<const T*>(qk_norm));           \
+    });                                                                                                                        \
   }

@@ -2,18 +2,11 @@
 
 #pragma once
 
-#include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <numeric>
-#include <utility>
-#include <vector>
 
-#include "attention.h"
 #include "decoder.h"
-#include "numbers.h"
 #include "sampling.h"
-#include "working_memory.h"
 
 // A tree shape known in advance, see `ShapePlan` of `titan/core/growth.py`. I inner nodes, the root first.
 struct TreeShape {

@@ -2,18 +2,13 @@
 //
 // `library.py` compiles this file; the other modules of this folder call it, and document shapes and meanings.
 
-#include "attention.h"
-#include "decoder.h"
 #include "growth.h"
-#include "layer.h"
-#include "linear.h"
-#include "sampling.h"
 
 // Of tensors of type T.
 #define TITAN_DEFINE(T, NAME)     \
   TITAN_DEFINE_ATTENTION(T, NAME) \
-  TITAN_DEFINE_LAYER(T, NAME)     \
   TITAN_DEFINE_LINEAR(T, NAME)    \
+  TITAN_DEFINE_LAYER(T, NAME)     \
   TITAN_DEFINE_DECODER(T, NAME)   \
   TITAN_DEFINE_GROWTH(T, NAME)    \
   TITAN_DEFINE_SAMPLING(T, NAME)

@@ -2,16 +2,7 @@
 
 #pragma once
 
-#include <algorithm>
-#include <type_traits>
-
 #include "amx.h"
-#include "codes.h"
-#include "numbers.h"
-#include "product.h"
-#include "team.h"
-#include "weight.h"
-#include "working_memory.h"
 
 namespace {
 

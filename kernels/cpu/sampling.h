@@ -2,13 +2,6 @@
 
 #pragma once
 
-#include <algorithm>
-#include <cmath>
-#include <limits>
-#include <memory>
-#include <vector>
-
-#include "numbers.h"
 #include "team.h"
 
 namespace {

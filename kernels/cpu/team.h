@@ -3,16 +3,14 @@
 
 #pragma once
 
-#include <algorithm>
 #include <atomic>
-#include <cstdint>
 #include <exception>
 #include <mutex>
 #include <thread>
-#include <utility>
-#include <vector>
 
 #include <unistd.h>
+
+#include "numbers.h"
 
 namespace {
 
