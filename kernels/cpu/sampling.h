@@ -203,92 +203,69 @@ struct VerifiedTrees {
   float* matches;        // [trees, 2]; null without draft_probs
 };
 
-// One tree to verify, and the distributions at its rows.
+// Verify a tree, given the values at its root and nodes: descend, as long as there is one, to the first child that is accepted. A tree
+// that was sampled is verified by recursive rejection, others by sample-and-match, see `titan/kernels/torch/trees.py`.
 template <typename T>
-struct VerifiedTree {
-  const T* values; // of the root, then of the nodes: [1 + num_nodes, size]
-  int64_t size;
-  int64_t num_nodes;
-  const int64_t* token_ids;
-  const int32_t* parents;
-  bool holds_probs;
-  const Options& options;
-  const float* draft_probs;
-  const int32_t* draft_rows; // from the root on; null: nothing was sampled
-  int32_t* path;
+void verify_tree(const VerifiedTrees& trees, int64_t i, const T* values, int64_t size) {
+  const int64_t row = trees.rows[i], first = trees.start_loc[row], num_nodes = trees.start_loc[row + 1] - first;
+  const int64_t* token_ids = trees.token_ids + first;
+  const int32_t* parents = trees.parents + first;
+  const Options& options = trees.options[i];
+  const bool is_sampled = trees.is_sampled[row], is_greedy = !is_sampled && !trees.holds_probs && options.temperature == 0;
+  const std::unique_ptr<float[]> room(is_greedy ? nullptr : new float[(is_sampled ? 2 : 1) * size]);
+  float* rest = is_sampled ? room.get() + size : nullptr;
+  const float *probs, *draft_probs; // p where the path ends, and q that its children were sampled from, null at a leaf
+  double scale, tried;              // s and Q of the children tried so far
+  int64_t reached, depth = 0, rank, wanted;
 
-  // Return the target's probabilities at a node, or at the root, -1; they are written to `room` if they must be computed.
-  const float* probs(int64_t node, float* room) const {
-    const T* row = values + (1 + node) * size;
-    if (holds_probs) return reinterpret_cast<const float*>(row);
-    softmax_row(row, options.temperature, room, size);
-    return room;
-  }
-
-  // Return the distribution that the children of a node, or of the root, were sampled from; null for a leaf.
-  const float* sampled_from(int64_t node) const {
-    for (int64_t child = node + 1; child < num_nodes; ++child)
-      if (parents[child] == node) return draft_probs + draft_rows[1 + node] * size;
-    return nullptr;
-  }
-};
-
-// Sample-and-match: descend to the child that carries the target's token, the first of equal siblings.
-template <typename T>
-int64_t match_tree(const VerifiedTree<T>& tree) {
-  const bool is_greedy = !tree.holds_probs && tree.options.temperature == 0;
-  const std::unique_ptr<float[]> room(is_greedy ? nullptr : new float[tree.size]);
-  int64_t reached = -1, depth = 0;
-  const auto wanted = [&] {
-    if (is_greedy) return argmax_row(tree.values + (1 + reached) * tree.size, tree.size);
-    int64_t token;
-    draw_siblings(tree.probs(reached, room.get()), tree.options.seed, tree.options.position + depth, kSample, 1, &token, tree.size);
-    return token;
+  const auto uniform = [&](int64_t stream) { return uniform_number(options.seed, options.position + depth, stream); };
+  const auto q_after = [&](int64_t node) { return trees.draft_probs + trees.draft_rows[first + row + 1 + node] * size; };
+  const auto draw = [&](const float* from, int64_t stream) {
+    const int64_t token = draw_row(from, uniform(stream), size);
+    return from[token] > 0 ? token : -1;
   };
-  int64_t token = wanted();
-  for (int64_t node = 0; node < tree.num_nodes; ++node) {
-    if (tree.parents[node] != reached || tree.token_ids[node] != token) continue;
-    reached = node;
-    tree.path[depth++] = static_cast<int32_t>(node);
-    token = wanted();
-  }
-  return token;
-}
-
-// Recursive rejection, see `titan/kernels/torch/trees.py`.
-template <typename T>
-int64_t reject_tree(const VerifiedTree<T>& tree, float* matches) {
-  const int64_t size = tree.size;
-  const std::unique_ptr<float[]> room(new float[2 * size]);
-  float* rest = room.get() + size;
-  int64_t reached = -1, depth = 0, rank = 0;
-  const auto uniform = [&](int64_t stream) { return uniform_number(tree.options.seed, tree.options.position + depth, stream); };
-  double scale = 0, tried = 0; // s and Q of the children tried so far
-  const float *probs = tree.probs(reached, room.get()), *draft_probs = tree.sampled_from(reached);
-  // the places may all be empty
-  if (tree.num_nodes) match_rows(probs, tree.draft_probs + tree.draft_rows[0] * size, matches, size);
-  for (int64_t node = 0; node < tree.num_nodes; ++node) {
-    const int64_t token = tree.token_ids[node];
-    if (tree.parents[node] != reached || token < 0 || token >= size) continue; // whoever proposed it
+  const auto enter = [&](int64_t node) { // or the root, -1
+    const T* here = values + (1 + node) * size;
+    reached = node, rank = 0, scale = 0, tried = 0, draft_probs = nullptr;
+    if (is_greedy) {
+      wanted = argmax_row(here, size);
+      return;
+    }
+    probs = trees.holds_probs ? reinterpret_cast<const float*>(here) : room.get();
+    if (!trees.holds_probs) softmax_row(here, options.temperature, room.get(), size);
+    if (!is_sampled)
+      wanted = draw(probs, kSample);
+    else if (std::find(parents + node + 1, parents + num_nodes, node) < parents + num_nodes)
+      draft_probs = q_after(node);
+  };
+  const auto accepts = [&](int64_t token) {
+    if (!is_sampled) return token == wanted;
+    if (token < 0 || token >= size) return false; // whoever proposed it
     const double p = probs[token], q = draft_probs[token];
     const double mass = rank == 0 ? 1 : residual_row(probs, draft_probs, static_cast<float>(scale), rest, size);
     const double left = std::max(1 - tried, q); // at least q, whatever rounding does
     const double coin = uniform(kAccept | rank << 8);
-    if (coin < std::max(p - scale * q, 0.0) * left / (mass * q)) {
-      reached = node, rank = 0;
-      tree.path[depth++] = static_cast<int32_t>(node);
-      scale = 0, tried = 0;
-      probs = tree.probs(reached, room.get());
-      draft_probs = tree.sampled_from(reached);
-    } else {
-      if (left > 0) scale += mass / left; // else nothing of q is left to subtract
-      tried += q, rank += 1;
-    }
+    if (coin < std::max(p - scale * q, 0.0) * left / (mass * q)) return true;
+    if (left > 0) scale += mass / left; // else nothing of q is left to subtract
+    tried += q, rank += 1;
+    return false;
+  };
+
+  int32_t* path = trees.paths + i * trees.max_depth;
+  std::fill_n(path, trees.max_depth, -1);
+  if (trees.matches) std::fill_n(trees.matches + 2 * i, 2, std::numeric_limits<float>::quiet_NaN());
+  enter(-1);
+  if (is_sampled && num_nodes) match_rows(probs, q_after(-1), trees.matches + 2 * i, size); // the places may all be empty
+  for (int64_t node = 0; node < num_nodes; ++node) {
+    if (parents[node] != reached || !accepts(token_ids[node])) continue;
+    path[depth++] = static_cast<int32_t>(node);
+    enter(node);
   }
-  if (!std::isfinite(probs[0])) return -1;
-  // p itself if rounding leaves nothing of the residual
-  const bool is_rest = draft_probs && residual_row(probs, draft_probs, static_cast<float>(scale), rest, size) > 0;
-  return draw_row(is_rest ? rest : probs, uniform(draft_probs ? kResidual : kSample), size);
+  if (is_sampled) { // from the residual; from p at a leaf, or if rounding leaves nothing of the residual
+    const bool is_rest = draft_probs && residual_row(probs, draft_probs, static_cast<float>(scale), rest, size) > 0;
+    wanted = draw(is_rest ? rest : probs, draft_probs ? kResidual : kSample);
+  }
+  trees.final_tokens[i] = wanted;
 }
 
 template <typename T>
@@ -296,16 +273,8 @@ void verify_trees(Team* team, const T* values, int64_t size, const VerifiedTrees
   std::vector<int64_t> root_rows(trees.num_trees + 1, 0);
   for (int64_t i = 0; i < trees.num_trees; ++i)
     root_rows[i + 1] = root_rows[i] + 1 + trees.start_loc[trees.rows[i] + 1] - trees.start_loc[trees.rows[i]];
-  share(team, trees.num_trees, root_rows[trees.num_trees] / std::max<int64_t>(trees.num_trees, 1) * size, [&](int64_t i) {
-    const int64_t row = trees.rows[i], first = trees.start_loc[row];
-    const VerifiedTree<T> tree{values + root_rows[i] * size, size, trees.start_loc[row + 1] - first,
-                               trees.token_ids + first, trees.parents + first, trees.holds_probs != 0, trees.options[i],
-                               trees.draft_probs, trees.is_sampled[row] ? trees.draft_rows + first + row : nullptr,
-                               trees.paths + i * trees.max_depth};
-    std::fill_n(tree.path, trees.max_depth, -1);
-    if (trees.matches) std::fill_n(trees.matches + 2 * i, 2, std::numeric_limits<float>::quiet_NaN());
-    trees.final_tokens[i] = tree.draft_rows ? reject_tree(tree, trees.matches + 2 * i) : match_tree(tree);
-  });
+  share(team, trees.num_trees, root_rows[trees.num_trees] / std::max<int64_t>(trees.num_trees, 1) * size,
+        [&](int64_t i) { verify_tree(trees, i, values + root_rows[i] * size, size); });
 }
 
 } // namespace
