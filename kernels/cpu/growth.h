@@ -128,35 +128,26 @@ inline int64_t select_tree(const Candidate* candidates, int64_t c, int64_t max_n
   return count;
 }
 
-// A row of a pass that has logits.
-struct FedNode {
+// A node that is fed, so that its children can be chosen.
+struct Fed {
   int64_t request;
-  int64_t place; // index among a shape's inner nodes, or among a beam's expanded nodes
-};
-
-// A candidate that is worth feeding at the next depth.
-struct Expanded {
-  int64_t candidate;
-  int64_t bits;  // its ancestor bits
-  int32_t slot;  // where it is fed
-  float profit;
-};
-
-// A tree while it grows.
-struct Growth {
-  std::vector<Candidate> candidates; // a shape's nodes, or a beam's so far
-  std::vector<Expanded> expanded;    // of a beam
+  int64_t place; // among a shape's inner nodes, or among a beam's candidates
+  int64_t token;
+  int64_t bits;  // of its ancestors and itself
+  int32_t slot;  // counted from the slot after the root, which is at -1
+  float profit;  // of feeding it; infinite for a shape
 };
 
 // Tokens of all requests that are fed together.
 struct Rows {
-  std::vector<int64_t> token_ids, positions, slots, bits, kept;
-  std::vector<int64_t> start_loc, seq_lens, tree_starts, visible_lens;
+  std::vector<int64_t> token_ids, positions, slots, bits, visible_lens, kept; // `kept`: those that have logits
+  std::vector<int64_t> start_loc, seq_lens, tree_starts;                      // of the requests; of `start_loc`, counts until it is summed
 
-  explicit Rows(int64_t num_requests) : start_loc(num_requests + 1, 0), seq_lens(num_requests, 0), tree_starts(num_requests, 0) {}
+  explicit Rows(int64_t num_requests) : start_loc(num_requests + 1, 0), seq_lens(num_requests, 0), tree_starts(num_requests) {}
 
   void clear() {
-    for (auto* each : {&token_ids, &positions, &slots, &bits, &kept, &visible_lens}) each->clear();
+    for (auto* each : {&token_ids, &positions, &slots, &bits, &visible_lens, &kept}) each->clear();
+    std::fill(start_loc.begin(), start_loc.end(), 0);
   }
 
   int64_t size() const { return static_cast<int64_t>(token_ids.size()); }
@@ -166,33 +157,32 @@ template <typename T>
 class TreeGrower {
 public:
   TreeGrower(const Decoder& decoder, Growing& growing)
-      : decoder_(decoder), growing_(growing), rows_(growing.num_requests), growths_(growing.num_requests),
+      : decoder_(decoder), growing_(growing), rows_(growing.num_requests), candidates_(growing.num_requests),
         vocab_size_(std::min(decoder.head.num_outputs, growing.target_vocab_size)) {}
 
   void run() {
     feed_roots();
     take(0);
-    for (int64_t depth = 1; feed_frontier(depth); ++depth) take(depth);
+    for (int64_t depth = 1; feed(depth); ++depth) take(depth);
     for (int64_t i = 0; i < growing_.num_requests; ++i) finish(i);
     memory_.give_back();
   }
 
 private:
-  void add_row(int64_t request, int64_t token, int64_t position, int64_t slot, int64_t visible_len, int64_t bits) {
+  void add_row(int64_t request, int64_t token, int64_t position, int64_t slot, int64_t bits) {
     const int64_t block_size = decoder_.layers[0].kv.block_size; // and of all others
     const int64_t block = growing_.block_table[request * growing_.table_width + slot / block_size];
     rows_.token_ids.push_back(token);
     rows_.positions.push_back(position);
     rows_.slots.push_back(block * block_size + slot % block_size);
-    rows_.visible_lens.push_back(visible_len);
+    rows_.visible_lens.push_back(std::min(position, growing_.growths[request].root) + 1);
     rows_.bits.push_back(bits);
-    rows_.seq_lens[request] = slot + 1;
+    rows_.start_loc[request + 1] += 1;
+    rows_.seq_lens[request] = std::max(rows_.seq_lens[request], slot + 1); // nodes come in the order of their parents
   }
 
-  // Note that the rows of a request are complete.
-  void end_request(int64_t request) { rows_.start_loc[request + 1] = rows_.size(); }
-
   void forward_rows() {
+    std::partial_sum(rows_.start_loc.begin(), rows_.start_loc.end(), rows_.start_loc.begin());
     const AttentionPlan plan{growing_.num_requests, growing_.table_width, rows_.start_loc.data(), rows_.seq_lens.data(),
                              rows_.tree_starts.data(), growing_.block_table, rows_.positions.data(), rows_.visible_lens.data(),
                              rows_.bits.data()};
@@ -211,75 +201,59 @@ private:
     const int64_t* token = growing_.fed_tokens;
     for (int64_t i = 0; i < growing_.num_requests; ++i) {
       const TreeGrowth& growth = growing_.growths[i];
-      for (int64_t slot = growth.root - growing_.num_fed[i] + 1; slot <= growth.root; ++slot)
-        add_row(i, *token++, slot, slot, slot + 1, 0);
-      end_request(i);
+      rows_.tree_starts[i] = growth.root + 1;
+      for (int64_t slot = growth.root - growing_.num_fed[i] + 1; slot <= growth.root; ++slot) add_row(i, *token++, slot, slot, 0);
       if (growth.max_nodes == 0) continue;
       rows_.kept.push_back(rows_.size() - 1);
-      nodes_.push_back({i, 0});
+      fed_.push_back({i, 0, token[-1], 0, -1, 0});
     }
     forward_rows();
   }
 
-  // Feed the nodes of a depth that will have children, if that pays; return whether it does.
-  bool feed_frontier(int64_t depth) {
-    rows_.clear();
-    nodes_.clear();
+  // Feed the nodes that were chosen, which are at a depth, if that pays; return whether it does.
+  bool feed(int64_t depth) {
     double gain = 0; // of all requests, in prices of a pass
-    for (int64_t i = 0; i < growing_.num_requests; ++i) {
-      const TreeGrowth& growth = growing_.growths[i];
-      const Growth& mine = growths_[i];
-      const auto feed = [&](int64_t place, int64_t token, int64_t slot, int64_t bits, float profit) {
-        add_row(i, token, growth.root + depth, growth.root + 1 + slot, growth.root + 1, bits);
-        nodes_.push_back({i, place});
-        gain += profit / growth.worth.pass_price;
-      };
-      rows_.tree_starts[i] = growth.root + 1;
-      if (const TreeShape* shape = growth.shape) {
-        const int64_t size = shape->num_inner;
-        const int64_t *nodes = shape->inner, *depths = nodes + size, *bits = nodes + 4 * size;
-        for (int64_t place = 0; place < size; ++place)
-          if (depths[place] == depth) feed(place, mine.candidates[nodes[place]].token, nodes[place], bits[place], -kMinusInfinity);
-      }
-      for (size_t j = 0; j < mine.expanded.size(); ++j) {
-        const Expanded& node = mine.expanded[j];
-        feed(j, mine.candidates[node.candidate].token, node.slot, node.bits, node.profit);
-      }
-      end_request(i);
-    }
+    for (const Fed& node : next_) gain += node.profit / growing_.growths[node.request].worth.pass_price;
     if (gain <= 1) return false;
-    for (int64_t row = 0; row < rows_.size(); ++row) rows_.kept.push_back(row);
+    fed_.swap(next_);
+    next_.clear();
+    rows_.clear();
+    for (const Fed& node : fed_) {
+      const int64_t root = growing_.growths[node.request].root;
+      rows_.kept.push_back(rows_.size());
+      add_row(node.request, node.token, root + depth, root + 1 + node.slot, node.bits);
+    }
     forward_rows();
     return true;
   }
 
   // Choose the children of the nodes fed at a depth.
   void take(int64_t depth) {
-    const int64_t num_rows = nodes_.size(), stride = decoder_.head.num_outputs;
+    const int64_t num_rows = fed_.size(), stride = decoder_.head.num_outputs;
     int64_t most = 1;
-    for (const FedNode& node : nodes_) most = std::max(most, num_children(node));
+    for (const Fed& node : fed_) most = std::max(most, num_children(node));
     tokens_.resize(num_rows * most);
     logprobs_.resize(num_rows * most);
     share(static_cast<Team*>(decoder_.team), num_rows, vocab_size_, [&](int64_t row) {
-      choose(nodes_[row], depth, logits_ + row * stride, &tokens_[row * most], &logprobs_[row * most]);
+      choose(fed_[row], depth, logits_ + row * stride, &tokens_[row * most], &logprobs_[row * most]);
     });
     for (int64_t row = 0; row < num_rows;) {
-      const int64_t request = nodes_[row].request, first = row;
-      while (row < num_rows && nodes_[row].request == request) ++row;
-      if (const TreeShape* shape = growing_.growths[request].shape)
-        for (int64_t each = first; each < row; ++each) fill(*shape, nodes_[each].place, &tokens_[each * most], growths_[request]);
+      const int64_t request = fed_[row].request, first = row;
+      while (row < num_rows && fed_[row].request == request) ++row;
+      if (growing_.growths[request].shape)
+        for (int64_t each = first; each < row; ++each) fill(fed_[each], &tokens_[each * most]);
       else
         expand(request, depth + 1, first, row, most);
     }
   }
 
-  int64_t num_children(const FedNode& node) const {
+  int64_t num_children(const Fed& node) const {
     const TreeGrowth& growth = growing_.growths[node.request];
     return growth.shape ? growth.shape->inner[5 * growth.shape->num_inner + node.place] : growth.num_children;
   }
 
   // Choose the tokens that may follow a node and, if several are compared, compute their log-probabilities.
-  void choose(const FedNode& node, int64_t depth, const T* logits, int64_t* tokens, float* logprobs) const {
+  void choose(const Fed& node, int64_t depth, const T* logits, int64_t* tokens, float* logprobs) const {
     const TreeGrowth& growth = growing_.growths[node.request];
     const int64_t count = num_children(node);
     if (growth.shape && growth.is_sampled) {
@@ -298,16 +272,18 @@ private:
     }
   }
 
-  // Give the children of a shape's inner node their tokens; those that no token was left for, and their descendants, are left out.
-  static void fill(const TreeShape& shape, int64_t place, const int64_t* tokens, Growth& mine) {
-    const int32_t parent = static_cast<int32_t>(shape.inner[place]);
-    mine.candidates.resize(shape.num_nodes);
-    const bool is_there = parent < 0 || std::isfinite(mine.candidates[parent].score);
-    for (int32_t node = parent + 1; node < shape.num_nodes; ++node) {
-      if (shape.node_parents[node] != place) continue;
-      const int64_t token = tokens[shape.ranks[node]];
-      const float score = is_there && token >= 0 ? 0.0f : kMinusInfinity;
-      mine.candidates[node] = {token, score, parent, shape.inner_rows[1 + node] > 0 ? node : -1};
+  // Give the children of a shape's inner node their tokens; those that no token was left for, and their descendants, are left out, but
+  // fed as if they were there.
+  void fill(const Fed& parent, const int64_t* tokens) {
+    const TreeShape& shape = *growing_.growths[parent.request].shape;
+    std::vector<Candidate>& nodes = candidates_[parent.request]; // each is fed at its index
+    nodes.resize(shape.num_nodes);
+    const bool is_there = parent.slot < 0 || std::isfinite(nodes[parent.slot].score);
+    for (int32_t node = parent.slot + 1; node < shape.num_nodes; ++node) {
+      if (shape.node_parents[node] != parent.place) continue;
+      const int64_t token = tokens[shape.ranks[node]], place = shape.inner_rows[1 + node];
+      nodes[node] = {token, is_there && token >= 0 ? 0.0f : kMinusInfinity, parent.slot, place > 0 ? node : -1};
+      if (place > 0) next_.push_back({parent.request, place, token, shape.inner[4 * shape.num_inner + place], node, -kMinusInfinity});
     }
   }
 
@@ -316,27 +292,23 @@ private:
   void expand(int64_t request, int64_t depth, int64_t first, int64_t last, int64_t stride) {
     const TreeGrowth& growth = growing_.growths[request];
     const Worth& worth = growth.worth;
-    Growth& mine = growths_[request];
+    std::vector<Candidate>& mine = candidates_[request];
     const float agreement = static_cast<float>(std::pow(worth.agreement, depth));
-    const int64_t begin = mine.candidates.size(), k = growth.num_children;
-    const std::vector<Expanded> parents = std::exchange(mine.expanded, {}); // none: the root
+    const int64_t begin = mine.size(), k = growth.num_children;
     if (depth == 1) growing_.first_scores[growth.row] = logprobs_[first * stride];
     for (int64_t row = first; row < last; ++row) {
-      Candidate parent{0, 0, -1, -1};
-      if (!parents.empty()) {
-        Candidate& fed = mine.candidates[parents[row - first].candidate];
-        fed.slot = parents[row - first].slot;
-        parent = fed;
-      }
+      const Fed& parent = fed_[row];
+      if (depth > 1) mine[parent.place].slot = parent.slot;
+      const float above = depth > 1 ? mine[parent.place].score : 0;
       for (int64_t j = 0; j < k; ++j) {
-        const float score = parent.score + logprobs_[row * stride + j];
+        const float score = above + logprobs_[row * stride + j];
         const bool is_worth_it = agreement * std::exp(score) >= worth.node_price;
-        mine.candidates.push_back({tokens_[row * stride + j], is_worth_it ? score : kMinusInfinity, parent.slot, -1});
+        mine.push_back({tokens_[row * stride + j], is_worth_it ? score : kMinusInfinity, parent.slot, -1});
       }
     }
     if (depth >= growth.depth) return;
-    std::vector<const Candidate*> best(mine.candidates.size() - begin);
-    std::iota(best.begin(), best.end(), mine.candidates.data() + begin);
+    std::vector<const Candidate*> best(mine.size() - begin);
+    std::iota(best.begin(), best.end(), mine.data() + begin);
     const int64_t width = std::min<int64_t>(growth.width, best.size());
     std::partial_sort(best.begin(), best.begin() + width, best.end(), is_better);
     for (int64_t j = 0; j < width; ++j) {
@@ -344,15 +316,15 @@ private:
       const float profit = value * worth.acceptance - (worth.node_price + worth.row_price);
       if (!(profit > 0)) break; // nor are those after it, whose scores are lower or not finite
       const int32_t slot = static_cast<int32_t>((depth - 1) * growth.width + j);
-      const int64_t index = best[j] - mine.candidates.data(), above = parents.empty() ? 0 : parents[(index - begin) / k].bits;
-      mine.expanded.push_back({index, above | int64_t{1} << slot, slot, profit});
+      const int64_t place = best[j] - mine.data(), bits = fed_[first + (place - begin) / k].bits | int64_t{1} << slot;
+      next_.push_back({request, place, best[j]->token, bits, slot, profit});
     }
   }
 
   // Write the tree of a request after those of the requests before it.
   void finish(int64_t request) {
     const TreeGrowth& growth = growing_.growths[request];
-    const std::vector<Candidate>& found = growths_[request].candidates;
+    const std::vector<Candidate>& found = candidates_[request];
     const int64_t first = num_nodes_, count = select_tree(found.data(), found.size(), growth.max_nodes, first, growing_.nodes);
     growing_.counts[growth.row] = count;
     for (int64_t node = 0; node < count; ++node)
@@ -370,8 +342,9 @@ private:
   const Decoder& decoder_;
   Growing& growing_;
   Rows rows_;
-  std::vector<Growth> growths_;
-  std::vector<FedNode> nodes_; // of the rows of `logits_`
+  std::vector<std::vector<Candidate>> candidates_; // of each request: a shape's nodes, or a beam's so far
+  std::vector<Fed> fed_;  // of the rows of `logits_`, request by request
+  std::vector<Fed> next_; // chosen among their children
   T* logits_ = nullptr;        // in the working memory
   std::vector<int64_t> tokens_;
   std::vector<float> logprobs_;
