@@ -91,14 +91,16 @@ void add_norm(Member& member, T* x, const T* weight, T* stream, int64_t num_rows
   });
 }
 
-// Either norm may be null: one of each head, and one of all queries of a token together and of all its keys.
+// Norm and rotate queries and keys, and write keys and values to their slots. The norm of heads is of type W.
 template <typename T, typename W>
-void rope_and_write_kv(Member& member, T* qkv, const T* rope_table, const int64_t* positions, const int64_t* slots, const KVLayer& kv,
-                       const W* qk_norm, const T* row_norm, float eps, int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads,
-                       int64_t head_dim) {
+void rope_and_write_kv(Member& member, const DecoderLayer& layer, T* qkv, const int64_t* positions, const int64_t* slots,
+                       int64_t num_tokens, float eps) {
+  const int64_t num_heads = layer.attention.num_heads, num_kv_heads = layer.attention.num_kv_heads, head_dim = layer.attention.head_dim;
   const int64_t num_qk_heads = num_heads + num_kv_heads, token_size = (num_qk_heads + num_kv_heads) * head_dim;
   const int64_t half = head_dim / 2, q_size = num_heads * head_dim, k_size = num_kv_heads * head_dim;
-  with_stored<T>(kv, [&]<typename S>(S) {
+  const T *rope_table = static_cast<const T*>(layer.rope_table), *row_norm = static_cast<const T*>(layer.row_norm);
+  const W* qk_norm = static_cast<const W*>(layer.qk_norm);
+  with_stored<T>(layer.kv, [&]<typename S>(S) {
     member.share(num_tokens, token_size, [&](int64_t token) {
       const T* cos = rope_table + positions[token] * 2 * head_dim;
       const T* sin = cos + head_dim; // its first half is negated
@@ -116,7 +118,7 @@ void rope_and_write_kv(Member& member, T* qkv, const T* rope_table, const int64_
           }
         }
         if (i < num_heads) continue;
-        write_slot<S>(x, head_dim, kv, i >= num_qk_heads, (i - num_heads) % num_kv_heads, slots[token], head_dim);
+        write_slot<S>(x, head_dim, layer.kv, i >= num_qk_heads, (i - num_heads) % num_kv_heads, slots[token], head_dim);
       }
     });
   });
@@ -216,9 +218,7 @@ void forward(const Decoder& decoder, const AttentionPlan& plan, const DecoderPas
       for_parts(num_tokens, kPartRows, [&](int64_t first, int64_t count) {
         T* rows = qkv + first * qkv_size;
         linear<T>(member, layer.qkv, norm(stream + first * size, layer.input_norm, normed, count), count, nullptr, rows, room);
-        rope_and_write_kv(member, rows, static_cast<const T*>(layer.rope_table), plan.positions + first, pass.slot_mapping + first, layer.kv,
-                          static_cast<const T*>(layer.qk_norm), static_cast<const T*>(layer.row_norm), decoder.eps, count,
-                          heads.num_heads, heads.num_kv_heads, heads.head_dim);
+        rope_and_write_kv<T, T>(member, layer, rows, plan.positions + first, pass.slot_mapping + first, count, decoder.eps);
       });
       tree_attention(member, plan, layer.attention, items, qkv, qkv_size, layer.kv, attended);
       if (i + 1 == decoder.num_layers && pass.num_rows < num_tokens) { // the other rows have written their KV: they are done
@@ -272,15 +272,11 @@ void forward(const Decoder& decoder, const AttentionPlan& plan, const DecoderPas
       });                                                                                                                      \
     });                                                                                                                        \
   }                                                                                                                            \
-  extern "C" void rope_and_write_kv_##NAME(Team* team, T* qkv, const T* rope_table, const int64_t* positions,                  \
-                                           const int64_t* slots, const KVLayer* kv, const void* qk_norm, int64_t is_wide,      \
-                                           float eps, int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads,             \
-                                           int64_t head_dim) {                                                                 \
-    const auto rotate = [&](Member& member, const auto* norm) {                                                                \
-      rope_and_write_kv<T>(member, qkv, rope_table, positions, slots, *kv, norm, nullptr, eps, num_tokens, num_heads,          \
-                           num_kv_heads, head_dim);                                                                            \
-    };                                                                                                                         \
-    run(team, num_tokens * (num_heads + 2 * num_kv_heads) * head_dim, [&](Member& member) {                                    \
-      is_wide ? rotate(member, static_cast<const float*>(qk_norm)) : rotate(member, static_cast<const T*>(qk_norm));           \
+  extern "C" void rope_and_write_kv_##NAME(Team* team, const DecoderLayer* layer, int64_t is_wide, T* qkv,                     \
+                                           const int64_t* positions, const int64_t* slots, int64_t num_tokens, float eps) {    \
+    const AttentionSpec& heads = layer->attention;                                                                             \
+    run(team, num_tokens * (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim, [&](Member& member) {                  \
+      is_wide ? rope_and_write_kv<T, float>(member, *layer, qkv, positions, slots, num_tokens, eps)                            \
+              : rope_and_write_kv<T, T>(member, *layer, qkv, positions, slots, num_tokens, eps);                               \
     });                                                                                                                        \
   }

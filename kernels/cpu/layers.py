@@ -9,73 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan.core.attention import AttentionSpec, Chunk, Window
+from titan.core.attention import AttentionSpec, Window
 from titan.core.batch import AttentionLayout
-from titan.core.kv_tensor import SCALE_BYTES
-from titan.kernels.cpu.compiled import FLOAT, INT, POINTER, CompiledKernels, address
+from titan.kernels.cpu.compiled import FLOAT, INT, POINTER, CompiledKernels
+from titan.kernels.cpu.structs import LayerStruct, PlanStruct, SpecStruct, kv_struct, plan_struct, spec_struct
 from titan.kernels.cpu.weights import is_packed, pack_weight, round_to_8_bits, weight_struct
 from titan.kernels.interfaces import TokenPlaces
 from titan.kernels.torch.layers import TorchOps
-
-NO_WINDOW = 2**40
-"""Size of a window that hides nothing."""
-
-ARRAYS = ("query_start_loc", "seq_lens", "tree_starts", "block_table", "positions", "visible_lens", "ancestor_bits")
-"""Names in `titan.core.batch.AttentionLayout`, in the order of the C++."""
-
-
-class PlanStruct(ctypes.Structure):
-    """``AttentionPlan`` of the C++."""
-
-    _fields_ = [("num_requests", INT), ("table_width", INT), *((name, POINTER) for name in ARRAYS)]
-    layout: AttentionLayout  # whose arrays it points to
-
-
-class SpecStruct(ctypes.Structure):
-    """``AttentionSpec`` of the C++."""
-
-    _fields_ = [
-        *((name, INT) for name in ("num_heads", "num_kv_heads", "head_dim")),
-        ("scale", FLOAT),
-        ("softcap", FLOAT),
-        *((name, INT) for name in ("window", "is_chunked", "value_dim", "is_latent")),
-        ("sinks", POINTER),
-    ]
-
-
-class KVLayerStruct(ctypes.Structure):
-    """``KVLayer`` of the C++."""
-
-    _fields_ = [
-        ("data", POINTER),
-        *((name, INT) for name in ("plane_stride", "head_stride", "block_stride", "block_size", "is_quantised")),
-    ]
-
-
-def kv_struct(kv_layer: Tensor, head_dim: int) -> KVLayerStruct:
-    """Return the cache of a layer, [num_planes, num_kv_heads, num_blocks, ...], as the library reads it; it must outlive that."""
-    is_quantised = kv_layer.dtype == torch.int8
-    block_size = kv_layer.shape[3] // (head_dim + SCALE_BYTES) if is_quantised else kv_layer.shape[3]
-    return KVLayerStruct(kv_layer.data_ptr(), *kv_layer.stride()[:3], block_size, is_quantised)
-
-
-def spec_struct(
-    spec: AttentionSpec, num_heads: int, num_kv_heads: int, head_dim: int, is_latent: bool, sinks: Tensor | None
-) -> SpecStruct:
-    """Return what the attention of a layer computes as the library reads it; the sinks must outlive it."""
-    is_chunked = isinstance(spec.window, Chunk)
-    window = spec.window.size if isinstance(spec.window, Chunk) else NO_WINDOW if spec.window is None else spec.window
-    value_dim = head_dim if spec.value_dim is None else spec.value_dim
-    numbers = num_heads, num_kv_heads, head_dim, spec.scale, spec.softcap or 0.0, window, is_chunked, value_dim, is_latent
-    return SpecStruct(*numbers, None if sinks is None else sinks.data_ptr())
-
-
-def plan_struct(layout: AttentionLayout) -> PlanStruct:
-    """Return a batch as the library reads it; the layout lives as long as that."""
-    arrays = (address(getattr(layout, name)) for name in ARRAYS)
-    plan = PlanStruct(len(layout.seq_lens), layout.block_table.shape[1], *arrays)
-    plan.layout = layout
-    return plan
 
 
 class CompiledOps(TorchOps):
@@ -100,7 +40,7 @@ class CompiledOps(TorchOps):
         self._look_up = kernels.function("look_up", dtype, POINTER, POINTER, INT, POINTER)
         self._norm = kernels.function("rms_norm", dtype, POINTER, POINTER, INT, POINTER, INT, INT, FLOAT)
         self._run_mlp = kernels.function("gated_mlp", dtype, POINTER, POINTER, POINTER, INT, POINTER)
-        self._rotate = kernels.function("rope_and_write_kv", dtype, *[POINTER] * 6, INT, FLOAT, *[INT] * 4)
+        self._rotate = kernels.function("rope_and_write_kv", dtype, POINTER, INT, *[POINTER] * 3, INT, FLOAT)
 
     def pack(self, weight: Tensor, bits: int | None = None) -> Tensor:
         if bits is not None and not is_packed(weight):
@@ -167,24 +107,17 @@ class CompiledOps(TorchOps):
     def rope_and_write_kv(self, qkv: Tensor, places: TokenPlaces, kv_layer: Tensor, qk_norm: Tensor | None, eps: float) -> Tensor:
         assert qkv.dtype == places.rope_table.dtype == self._dtype
         assert qk_norm is None or (qk_norm.dtype in (self._dtype, torch.float32) and qk_norm.is_contiguous())
-        num_tokens, num_kv_heads, head_dim = len(qkv), kv_layer.shape[1], places.rope_table.shape[-1]
+        num_kv_heads, head_dim = kv_layer.shape[1], places.rope_table.shape[-1]
         num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
-        kv = kv_struct(kv_layer, head_dim)
-        self._rotate(
-            qkv.data_ptr(),
-            places.rope_table.data_ptr(),
-            places.positions.data_ptr(),
-            places.slots.data_ptr(),
-            ctypes.addressof(kv),
-            None if qk_norm is None else qk_norm.data_ptr(),
-            qk_norm is not None and qk_norm.dtype != qkv.dtype,
-            eps,
-            num_tokens,
-            num_heads,
-            num_kv_heads,
-            head_dim,
+        layer = LayerStruct(
+            qk_norm=None if qk_norm is None else qk_norm.data_ptr(),
+            rope_table=places.rope_table.data_ptr(),
+            kv=kv_struct(kv_layer, head_dim),
+            attention=SpecStruct(num_heads, num_kv_heads, head_dim),
         )
-        return qkv.view(num_tokens, -1, head_dim)[:, :num_heads]
+        is_wide, tensors = qk_norm is not None and qk_norm.dtype != qkv.dtype, (qkv, places.positions, places.slots)
+        self._rotate(ctypes.addressof(layer), is_wide, *(each.data_ptr() for each in tensors), len(qkv), eps)
+        return qkv.view(len(qkv), -1, head_dim)[:, :num_heads]
 
     def gated_mlp(self, x: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None) -> Tensor:
         if not is_packed(gate_up) or not is_packed(down):

@@ -18,7 +18,6 @@ from titan.core.growth import BeamSpec, Feed, GrowthSpec, ShapeSpec, Worth
 from titan.core.kv_tensor import KVTensor
 from titan.core.trees import DraftTrees, GrowthReport, NodeColumns, allocate_nodes
 from titan.kernels.cpu.compiled import BOOL, FLOAT32, POINTER, CompiledKernels, address
-from titan.kernels.cpu.layers import plan_struct
 from titan.kernels.cpu.structs import (
     LAYER_NORMS,
     TREE_GROWTH,
@@ -27,6 +26,7 @@ from titan.kernels.cpu.structs import (
     LayerStruct,
     PassStruct,
     layer_struct,
+    plan_struct,
     shape_struct,
 )
 from titan.kernels.cpu.trees import NodeColumnsStruct

@@ -1,4 +1,4 @@
-"""Structs that the C++ of this folder takes for passes of a decoder and for the growth of draft trees."""
+"""Structs that the C++ of this folder takes for passes of a decoder, its layers, and the growth of draft trees."""
 
 from __future__ import annotations
 
@@ -7,17 +7,54 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from titan.core.attention import LayerSpec
+from titan.core.attention import AttentionSpec, Chunk, LayerSpec
+from titan.core.batch import AttentionLayout
 from titan.core.growth import ShapePlan
-from titan.kernels.cpu.compiled import FLOAT, INT, POINTER
-from titan.kernels.cpu.layers import KVLayerStruct, SpecStruct, kv_struct, spec_struct
+from titan.core.kv_tensor import SCALE_BYTES
+from titan.kernels.cpu.compiled import FLOAT, INT, POINTER, address
 from titan.kernels.cpu.trees import NodeColumnsStruct
 from titan.kernels.cpu.weights import WeightStruct
 
 LAYER_NORMS = ("input_norm", "gate_up_norm", "output_norm", "down_norm", "qk_norm", "row_norm")
 """Names in `titan.models.layers.LayerWeights`, in the order of the C++."""
+
+
+NO_WINDOW = 2**40
+"""Size of a window that hides nothing."""
+
+ARRAYS = ("query_start_loc", "seq_lens", "tree_starts", "block_table", "positions", "visible_lens", "ancestor_bits")
+"""Names in `titan.core.batch.AttentionLayout`, in the order of the C++."""
+
+
+class PlanStruct(ctypes.Structure):
+    """``AttentionPlan`` of the C++."""
+
+    _fields_ = [("num_requests", INT), ("table_width", INT), *((name, POINTER) for name in ARRAYS)]
+    layout: AttentionLayout  # whose arrays it points to
+
+
+class SpecStruct(ctypes.Structure):
+    """``AttentionSpec`` of the C++."""
+
+    _fields_ = [
+        *((name, INT) for name in ("num_heads", "num_kv_heads", "head_dim")),
+        ("scale", FLOAT),
+        ("softcap", FLOAT),
+        *((name, INT) for name in ("window", "is_chunked", "value_dim", "is_latent")),
+        ("sinks", POINTER),
+    ]
+
+
+class KVLayerStruct(ctypes.Structure):
+    """``KVLayer`` of the C++."""
+
+    _fields_ = [
+        ("data", POINTER),
+        *((name, INT) for name in ("plane_stride", "head_stride", "block_stride", "block_size", "is_quantised")),
+    ]
 
 
 class LayerStruct(ctypes.Structure):
@@ -99,6 +136,32 @@ class GrowingStruct(ctypes.Structure):
         *((name, INT) for name in ("num_passes", "num_rows")),
         ("pass_seconds", ctypes.c_double),
     ]
+
+
+def kv_struct(kv_layer: Tensor, head_dim: int) -> KVLayerStruct:
+    """Return the cache of a layer, [num_planes, num_kv_heads, num_blocks, ...], as the library reads it; it must outlive that."""
+    is_quantised = kv_layer.dtype == torch.int8
+    block_size = kv_layer.shape[3] // (head_dim + SCALE_BYTES) if is_quantised else kv_layer.shape[3]
+    return KVLayerStruct(kv_layer.data_ptr(), *kv_layer.stride()[:3], block_size, is_quantised)
+
+
+def spec_struct(
+    spec: AttentionSpec, num_heads: int, num_kv_heads: int, head_dim: int, is_latent: bool, sinks: Tensor | None
+) -> SpecStruct:
+    """Return what the attention of a layer computes as the library reads it; the sinks must outlive it."""
+    is_chunked = isinstance(spec.window, Chunk)
+    window = spec.window.size if isinstance(spec.window, Chunk) else NO_WINDOW if spec.window is None else spec.window
+    value_dim = head_dim if spec.value_dim is None else spec.value_dim
+    numbers = num_heads, num_kv_heads, head_dim, spec.scale, spec.softcap or 0.0, window, is_chunked, value_dim, is_latent
+    return SpecStruct(*numbers, None if sinks is None else sinks.data_ptr())
+
+
+def plan_struct(layout: AttentionLayout) -> PlanStruct:
+    """Return a batch as the library reads it; the layout lives as long as that."""
+    arrays = (address(getattr(layout, name)) for name in ARRAYS)
+    plan = PlanStruct(len(layout.seq_lens), layout.block_table.shape[1], *arrays)
+    plan.layout = layout
+    return plan
 
 
 def layer_struct(
