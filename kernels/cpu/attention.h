@@ -325,11 +325,12 @@ void tree_attention(Member& member, const AttentionPlan& plan, const AttentionSp
   });
 }
 
-} // namespace
+// For all requests of a plan, on the threads.
+template <typename T>
+void run_attention(Team* team, const AttentionPlan& plan, const AttentionSpec& spec, const T* q, int64_t q_stride, const KVLayer& kv,
+                   T* output) {
+  const std::vector<AttentionItem> items = attention_items(plan, spec, team->num_threads());
+  team->run([&](Member& member) { tree_attention(member, plan, spec, items, q, q_stride, kv, output); });
+}
 
-#define TITAN_DEFINE_ATTENTION(T, NAME)                                                                                        \
-  extern "C" void tree_attention_##NAME(Team* team, const AttentionPlan* plan, const AttentionSpec* spec, const T* q,          \
-                                        int64_t q_stride, const KVLayer* kv, T* output) {                                      \
-    const std::vector<AttentionItem> items = attention_items(*plan, *spec, team->num_threads());                               \
-    team->run([&](Member& member) { tree_attention(member, *plan, *spec, items, q, q_stride, *kv, output); });                 \
-  }
+} // namespace

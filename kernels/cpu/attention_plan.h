@@ -9,6 +9,8 @@
 
 #include "numbers.h"
 
+namespace {
+
 // The cache of a layer; strides are in elements. Of a block, the parts of all planes and KV heads best lie side by side.
 struct KVLayer {
   void* data;
@@ -45,8 +47,6 @@ struct AttentionSpec {
   int64_t is_latent;  // whether the cache holds keys only, whose first numbers are the values
   const float* sinks; // [num_heads], or null
 };
-
-namespace {
 
 template <typename S>
 constexpr bool kIsQuantised = std::is_same_v<S, int8_t>;

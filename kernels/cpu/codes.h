@@ -23,6 +23,8 @@
 #define TITAN_CODE_BITS 0
 #endif
 
+namespace {
+
 struct RareWeight {
   int32_t input;
   uint16_t output; // of the block
@@ -38,8 +40,6 @@ struct alignas(64) CodeHeader {
   int64_t num_rare;
 };
 static_assert(sizeof(RareWeight) == 8 && sizeof(CodeHeader) == 64); // as in weights.py
-
-namespace {
 
 constexpr int kUnitInputs = 8; // inputs whose weights are coded together
 constexpr int kPartBytes = 64; // of a unit's parts: the numbers of upper bytes, 4 bits each; lower bytes of 4 inputs; those of 4 more
@@ -232,14 +232,13 @@ void multiply_codes(const X* x, int64_t stride, const Weight& weight, int64_t bl
 
 #endif
 
-} // namespace
-
 // The longest codes that weights may be kept in, in bits of a number; 0: there are none.
-extern "C" int64_t longest_codes() { return TITAN_CODE_BITS; }
+inline int64_t longest_codes() { return TITAN_CODE_BITS; }
 
 // Choose the palettes of rows [num_rows, depth], a multiple of kBlock rows, from `first_block` of the weight on, and write the headers
 // but for the place of the rare weights.
-extern "C" void choose_palettes(Team* team, const uint16_t* rows, int64_t num_rows, int64_t depth, int64_t first_block, CodeHeader* headers) {
+inline void choose_palettes(Team* team, const uint16_t* rows, int64_t num_rows, int64_t depth, int64_t first_block,
+                            CodeHeader* headers) {
   share(team, num_rows / kBlock, kBlock * depth, [&](int64_t block) {
     const uint16_t* numbers = rows + block * kBlock * depth;
     int64_t frequencies[256] = {};
@@ -255,8 +254,7 @@ extern "C" void choose_palettes(Team* team, const uint16_t* rows, int64_t num_ro
   });
 }
 
-namespace {
-
+// Code rows [num_rows, depth] from `first_block` on. `headers` are complete; `blocks` is where those of all blocks and their codes go.
 template <int Bits>
 void make_codes(Team* team, const uint16_t* rows, int64_t num_rows, int64_t depth, int64_t first_block, const CodeHeader* headers,
                 uint8_t* blocks) {
@@ -290,10 +288,3 @@ void make_codes(Team* team, const uint16_t* rows, int64_t num_rows, int64_t dept
 }
 
 } // namespace
-
-// Code rows [num_rows, depth] from `first_block` on, in 12 or 8 bits. `headers` are complete; `blocks` is where those of all blocks and
-// their codes go.
-extern "C" void make_codes(Team* team, const uint16_t* rows, int64_t num_rows, int64_t depth, int64_t first_block,
-                           const CodeHeader* headers, uint8_t* blocks, int64_t bits) {
-  (bits == 8 ? make_codes<8> : make_codes<12>)(team, rows, num_rows, depth, first_block, headers, blocks);
-}

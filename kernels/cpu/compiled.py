@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from titan.core.dtypes import dtype_name
 from titan.kernels.cpu.library import LoadedLibrary
 from titan.kernels.cpu.threads import available_cores
 
@@ -33,15 +32,15 @@ class CompiledKernels:
         assert loaded.library is not None, loaded.description
         self.description = loaded.description
         self.num_threads = num_threads or min(available_cores(), torch.get_num_threads())
-        self._library = loaded.library
-        self._library.make_team.restype, self._library.make_team.argtypes = POINTER, [INT]
-        self.team: int | None = self._library.make_team(self.num_threads)
+        self._find = loaded.library.find_function
+        self._find.restype, self._find.argtypes = POINTER, [ctypes.c_char_p, INT]
+        self.team: int | None = self.plain_function("make_team", None, INT, result=POINTER)(self.num_threads)
         if self.team is None:
             raise ValueError(f"num_threads={self.num_threads} is not possible: the system does not allow so many threads")
-        self._library.longest_codes.restype = INT
-        self.longest_codes: int = self._library.longest_codes()  # in bits of a number; 0: products read none
+        # in bits of a number; 0: products read none
+        self.longest_codes: int = self.plain_function("longest_codes", None, result=INT)()
         # not when Python ends: a thread that does not end with it may be in a pass
-        self.finalizer = weakref.finalize(self, self._library.free_team, POINTER(self.team))
+        self.finalizer = weakref.finalize(self, self.plain_function("free_team", None, POINTER), self.team)
         self.finalizer.atexit = False
 
     def function(self, name: str, dtype: torch.dtype | None, *arguments: Any) -> Any:
@@ -55,11 +54,12 @@ class CompiledKernels:
         function = self.plain_function(name, dtype, POINTER, *arguments)
         return lambda *values: function(self.team, *values)  # the threads live as long as it does
 
-    def plain_function(self, name: str, dtype: torch.dtype | None, *arguments: Any) -> Any:
-        """Return, likewise, a function that does not take the threads as its first argument."""
-        function = getattr(self._library, name if dtype is None else f"{name}_{dtype_name(dtype)}")
-        function.argtypes, function.restype = arguments, None
-        return function
+    def plain_function(self, name: str, dtype: torch.dtype | None, *arguments: Any, result: Any = None) -> Any:
+        """Return, likewise, a function that does not take the threads as its first argument, and may have a result."""
+        assert dtype in (None, *COMPILED_DTYPES)
+        address = self._find(name.encode(), dtype == torch.bfloat16)
+        assert address is not None, name
+        return ctypes.CFUNCTYPE(result, *arguments)(address)
 
 
 _NOTHING = ctypes.c_char * 0

@@ -6,6 +6,8 @@
 #include "attention.h"
 #include "linear.h"
 
+namespace {
+
 struct DecoderLayer {
   // Norms, or null: [hidden_size], of what attention and feed-forward part read, and of what they add to the residual stream;
   // [num_heads + num_kv_heads, head_dim], of each head of queries and keys, or of all queries and of all keys of a token.
@@ -47,8 +49,6 @@ struct DecoderPass {
   const int64_t* rows;         // [L], ascending
 };
 
-namespace {
-
 constexpr int64_t kPartRows = 512; // of a pass that go through a part of a layer at a time: what they leave stays in the caches
 
 template <typename T>
@@ -78,6 +78,15 @@ void norm_row(const T* x, const W* weight, T* output, int64_t size, float eps) {
 template <typename T, typename W>
 void rms_norm(Member& member, const T* x, const W* weight, T* output, int64_t num_rows, int64_t size, float eps) {
   member.share(num_rows, size, [&](int64_t row) { norm_row(x + row * size, weight, output + row * size, size, eps); });
+}
+
+// The weight is of type T, or of type float if `is_wide`.
+template <typename T>
+void run_norm(Team* team, const T* x, const void* weight, int64_t is_wide, T* output, int64_t num_rows, int64_t size, float eps) {
+  run(team, num_rows * size, [&](Member& member) {
+    is_wide ? rms_norm(member, x, static_cast<const float*>(weight), output, num_rows, size, eps)
+            : rms_norm(member, x, static_cast<const T*>(weight), output, num_rows, size, eps);
+  });
 }
 
 // Add the RMSNorm of x to the residual stream; x is overwritten.
@@ -120,6 +129,29 @@ void rope_and_write_kv(Member& member, const DecoderLayer& layer, T* qkv, const 
         if (i < num_heads) continue;
         write_slot<S>(x, head_dim, layer.kv, i >= num_qk_heads, (i - num_heads) % num_kv_heads, slots[token], head_dim);
       }
+    });
+  });
+}
+
+// The norm of heads is of type T, or of type float if `is_wide`.
+template <typename T>
+void run_rope(Team* team, const DecoderLayer& layer, int64_t is_wide, T* qkv, const int64_t* positions, const int64_t* slots,
+              int64_t num_tokens, float eps) {
+  const AttentionSpec& heads = layer.attention;
+  run(team, num_tokens * (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim, [&](Member& member) {
+    is_wide ? rope_and_write_kv<T, float>(member, layer, qkv, positions, slots, num_tokens, eps)
+            : rope_and_write_kv<T, T>(member, layer, qkv, positions, slots, num_tokens, eps);
+  });
+}
+
+// Write rows of keys or of values; the numbers of a row lie side by side.
+template <typename T>
+void write_rows(Team* team, const T* rows, int64_t token_stride, int64_t row_stride, int64_t size, const int64_t* slots, int64_t num_tokens,
+                const KVLayer& kv, int64_t plane, int64_t num_kv_heads, int64_t head_dim) {
+  with_stored<T>(kv, [&]<typename S>(S) {
+    share(team, num_tokens, num_kv_heads * size, [&](int64_t token) {
+      for (int64_t head = 0; head < num_kv_heads; ++head)
+        write_slot<S>(rows + token * token_stride + head * row_stride, size, kv, plane, head, slots[token], head_dim);
     });
   });
 }
@@ -242,41 +274,3 @@ void forward(const Decoder& decoder, const AttentionPlan& plan, const DecoderPas
 }
 
 } // namespace
-
-#define TITAN_DEFINE_DECODER(T, NAME)                                                                                          \
-  extern "C" void forward_##NAME(const Decoder* decoder, const AttentionPlan* plan, const DecoderPass* pass, void* logits) {   \
-    forward(*decoder, *plan, *pass, static_cast<T*>(logits));                                                                  \
-  }
-
-// Weights of norms are of type T, or of type float if `is_wide`. The rows of `write_rows` are keys or values; the numbers of a row lie
-// side by side.
-#define TITAN_DEFINE_LAYER(T, NAME)                                                                                            \
-  extern "C" void rms_norm_##NAME(Team* team, const T* x, const void* weight, int64_t is_wide, T* output, int64_t num_rows,    \
-                                  int64_t size, float eps) {                                                                   \
-    run(team, num_rows * size, [&](Member& member) {                                                                           \
-      is_wide ? rms_norm(member, x, static_cast<const float*>(weight), output, num_rows, size, eps)                            \
-              : rms_norm(member, x, static_cast<const T*>(weight), output, num_rows, size, eps);                               \
-    });                                                                                                                        \
-  }                                                                                                                            \
-  extern "C" void gated_mlp_##NAME(Team* team, const Weight* gate_up, const Weight* down, const T* x, int64_t num_rows,        \
-                                   T* output) {                                                                                \
-    gated_mlp(team, *gate_up, *down, x, num_rows, output);                                                                     \
-  }                                                                                                                            \
-  extern "C" void write_rows_##NAME(Team* team, const T* rows, int64_t token_stride, int64_t row_stride, int64_t size,         \
-                                    const int64_t* slots, int64_t num_tokens, const KVLayer* kv, int64_t plane,                \
-                                    int64_t num_kv_heads, int64_t head_dim) {                                                  \
-    with_stored<T>(*kv, [&]<typename S>(S) {                                                                                   \
-      share(team, num_tokens, num_kv_heads * size, [&](int64_t token) {                                                        \
-        for (int64_t head = 0; head < num_kv_heads; ++head)                                                                    \
-          write_slot<S>(rows + token * token_stride + head * row_stride, size, *kv, plane, head, slots[token], head_dim);      \
-      });                                                                                                                      \
-    });                                                                                                                        \
-  }                                                                                                                            \
-  extern "C" void rope_and_write_kv_##NAME(Team* team, const DecoderLayer* layer, int64_t is_wide, T* qkv,                     \
-                                           const int64_t* positions, const int64_t* slots, int64_t num_tokens, float eps) {    \
-    const AttentionSpec& heads = layer->attention;                                                                             \
-    run(team, num_tokens * (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim, [&](Member& member) {                  \
-      is_wide ? rope_and_write_kv<T, float>(member, *layer, qkv, positions, slots, num_tokens, eps)                            \
-              : rope_and_write_kv<T, T>(member, *layer, qkv, positions, slots, num_tokens, eps);                               \
-    });                                                                                                                        \
-  }

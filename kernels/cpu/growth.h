@@ -8,6 +8,8 @@
 #include "decoder.h"
 #include "sampling.h"
 
+namespace {
+
 // A tree shape known in advance, see `ShapePlan` of `titan/core/growth.py`. I inner nodes, the root first.
 struct TreeShape {
   int64_t num_nodes;
@@ -78,8 +80,6 @@ struct Growing {
   double pass_seconds;  // time of all passes together
 };
 
-namespace {
-
 // A node that may become part of a tree.
 struct Candidate {
   int64_t token;
@@ -126,6 +126,15 @@ inline int64_t select_tree(const Candidate* candidates, int64_t c, int64_t max_n
     write_node(nodes, first, node, *order[node], parent);
   }
   return count;
+}
+
+// Select the trees of n requests from c candidates each, see `select_tree`; places that no candidate is left for are empty.
+inline void select_trees(const Candidate* candidates, int64_t num_requests, int64_t c, const int64_t* first_nodes,
+                         const int64_t* num_places, const NodeColumns& nodes) {
+  for (int64_t i = 0; i < num_requests; ++i) {
+    int64_t node = select_tree(candidates + i * c, c, num_places[i], first_nodes[i], nodes);
+    for (; node < num_places[i]; ++node) write_node(nodes, first_nodes[i], node, {-1, kMinusInfinity, -1, -1}, -2);
+  }
 }
 
 // A node that is fed, so that its children can be chosen.
@@ -352,16 +361,9 @@ private:
   int64_t num_nodes_ = 0; // of the trees that are finished
 };
 
-} // namespace
-
-// Select the trees of n requests from c candidates each, see `select_tree`; places that no candidate is left for are empty.
-extern "C" void select_trees(const Candidate* candidates, int64_t num_requests, int64_t c, const int64_t* first_nodes,
-                             const int64_t* num_places, const NodeColumns* nodes) {
-  for (int64_t i = 0; i < num_requests; ++i) {
-    int64_t node = select_tree(candidates + i * c, c, num_places[i], first_nodes[i], *nodes);
-    for (; node < num_places[i]; ++node) write_node(*nodes, first_nodes[i], node, {-1, kMinusInfinity, -1, -1}, -2);
-  }
+template <typename T>
+void grow(const Decoder& decoder, Growing& growing) {
+  TreeGrower<T>(decoder, growing).run();
 }
 
-#define TITAN_DEFINE_GROWTH(T, NAME)                                                                                           \
-  extern "C" void grow_##NAME(const Decoder* decoder, Growing* growing) { TreeGrower<T>(*decoder, *growing).run(); }
+} // namespace

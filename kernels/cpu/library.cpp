@@ -1,17 +1,49 @@
-// The functions that Python calls, most of them for every type of tensor. C++20 with vector extensions.
+// The functions that Python calls. C++20 with vector extensions.
 //
 // `library.py` compiles this file; the other modules of this folder call it, and document shapes and meanings.
 
 #include "growth.h"
 
-// Of tensors of type T.
-#define TITAN_DEFINE(T, NAME)     \
-  TITAN_DEFINE_ATTENTION(T, NAME) \
-  TITAN_DEFINE_LINEAR(T, NAME)    \
-  TITAN_DEFINE_LAYER(T, NAME)     \
-  TITAN_DEFINE_DECODER(T, NAME)   \
-  TITAN_DEFINE_GROWTH(T, NAME)    \
-  TITAN_DEFINE_SAMPLING(T, NAME)
+#include <string_view>
 
-TITAN_DEFINE(float, float32)
-TITAN_DEFINE(BFloat16, bfloat16)
+namespace {
+
+// Return the function of a name, for tensors of type T if it differs between them; null if there is none.
+template <typename T>
+const void* find(std::string_view name) {
+  const auto at = [](auto* function) { return reinterpret_cast<const void*>(function); };
+  const std::pair<std::string_view, const void*> functions[] = {
+      {"make_team", at(make_team)},
+      {"free_team", at(free_team)},
+      {"longest_codes", at(longest_codes)},
+      {"choose_palettes", at(choose_palettes)},
+      {"make_codes_8", at(make_codes<8>)},
+      {"make_codes_12", at(make_codes<12>)},
+      {"make_blocks_16", at(make_blocks<uint16_t>)},
+      {"make_blocks_32", at(make_blocks<uint32_t>)},
+      {"linear", at(run_linear<T>)},
+      {"look_up", at(unpack_rows<T>)},
+      {"rms_norm", at(run_norm<T>)},
+      {"rope_and_write_kv", at(run_rope<T>)},
+      {"write_rows", at(write_rows<T>)},
+      {"tree_attention", at(run_attention<T>)},
+      {"gated_mlp", at(gated_mlp<T>)},
+      {"forward", at(forward<T>)},
+      {"argmax", at(argmax<T>)},
+      {"softmax", at(softmax<T>)},
+      {"best_children", at(best_children<T>)},
+      {"draw_children", at(draw_children)},
+      {"select_trees", at(select_trees)},
+      {"verify_trees", at(verify_trees<T>)},
+      {"grow", at(grow<T>)},
+  };
+  for (const auto& [known, address] : functions)
+    if (known == name) return address;
+  return nullptr;
+}
+
+} // namespace
+
+extern "C" const void* find_function(const char* name, int64_t is_bfloat16) {
+  return is_bfloat16 ? find<BFloat16>(name) : find<float>(name);
+}

@@ -125,6 +125,15 @@ void linear(Member& member, const Weight& weight, const T* x, int64_t num_rows, 
   multiply(rows);
 }
 
+// The same, on the threads.
+template <typename T>
+void run_linear(Team* team, const Weight& weight, const T* x, int64_t num_rows, const T* residual, T* output) {
+  static thread_local WorkingMemory memory;
+  Line* room = memory.lines(linear_lines<T>(weight, num_rows));
+  team->run([&](Member& member) { linear(member, weight, x, num_rows, residual, output, room); });
+  memory.give_back();
+}
+
 // Copy the weights of an output to `result`, [num_inputs].
 template <typename T>
 void unpack_row(const Weight& weight, int64_t row, T* result) {
@@ -142,6 +151,12 @@ void unpack_row(const Weight& weight, int64_t row, T* result) {
   }
 }
 
+// Copy rows of the weight to `output`, [num_rows, num_inputs].
+template <typename T>
+void unpack_rows(Team* team, const Weight& weight, const int64_t* rows, int64_t num_rows, T* output) {
+  share(team, num_rows, weight.num_inputs, [&](int64_t i) { unpack_row(weight, rows[i], output + i * weight.num_inputs); });
+}
+
 // Make blocks of rows [num_rows, depth], a multiple of kBlock rows: [num_rows / kBlock, depth, kBlock].
 template <typename Word>
 void make_blocks(Team* team, const Word* rows, int64_t num_rows, int64_t depth, Word* blocks) {
@@ -153,22 +168,3 @@ void make_blocks(Team* team, const Word* rows, int64_t num_rows, int64_t depth, 
 }
 
 } // namespace
-
-extern "C" void make_blocks_16(Team* team, const uint16_t* rows, int64_t num_rows, int64_t depth, uint16_t* blocks) {
-  make_blocks(team, rows, num_rows, depth, blocks);
-}
-
-extern "C" void make_blocks_32(Team* team, const uint32_t* rows, int64_t num_rows, int64_t depth, uint32_t* blocks) {
-  make_blocks(team, rows, num_rows, depth, blocks);
-}
-
-#define TITAN_DEFINE_LINEAR(T, NAME)                                                                                           \
-  extern "C" void linear_##NAME(Team* team, const Weight* weight, const T* x, int64_t num_rows, const T* residual, T* output) { \
-    static thread_local WorkingMemory memory;                                                                                  \
-    Line* room = memory.lines(linear_lines<T>(*weight, num_rows));                                                             \
-    team->run([&](Member& member) { linear(member, *weight, x, num_rows, residual, output, room); });                          \
-    memory.give_back();                                                                                                        \
-  }                                                                                                                            \
-  extern "C" void look_up_##NAME(Team* team, const Weight* weight, const int64_t* rows, int64_t num_rows, T* output) {         \
-    share(team, num_rows, weight->num_inputs, [&](int64_t i) { unpack_row(*weight, rows[i], output + i * weight->num_inputs); }); \
-  }

@@ -19,11 +19,6 @@
 #include <arm_neon.h>
 #endif
 
-// Not in a namespace: functions that Python calls take them.
-struct BFloat16 {
-  uint16_t bits;
-};
-
 namespace {
 
 #if defined(__AVX512BW__) // with it, all else that is used of AVX-512
@@ -129,6 +124,10 @@ inline float largest_of(Lanes x) {
 }
 
 struct Float16 {
+  uint16_t bits;
+};
+
+struct BFloat16 {
   uint16_t bits;
 };
 

@@ -10,6 +10,8 @@
 #define TITAN_HAS_DOT 1
 #endif
 
+namespace {
+
 // The weight of a linear layer, as Python packs it: see `weights.py`.
 enum WeightFormat : int64_t { kFloat32 = 0, kFloat16 = 1, kPairs = 2, kCodes = 3, kShortCodes = 4 };
 
@@ -21,8 +23,6 @@ struct Weight {
   int64_t num_inputs;
   WeightFormat format;
 };
-
-namespace {
 
 constexpr int kBlock = 16;      // outputs side by side
 constexpr int kPairInputs = 32; // numbers of inputs that pairs are padded to, and of outputs: those of tiles of the matrix units

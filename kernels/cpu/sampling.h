@@ -277,33 +277,31 @@ void verify_trees(Team* team, const T* values, int64_t size, const VerifiedTrees
         [&](int64_t i) { verify_tree(trees, i, values + root_rows[i] * size, size); });
 }
 
-} // namespace
-
 // Sample children from each row i of the probabilities, and write them to row places[i] of a table.
-extern "C" void draw_children(Team* team, const Options* options, const float* probs, const int64_t* num_children, const int64_t* places,
-                              int64_t* tokens, int64_t num_rows, int64_t size, int64_t max_children) {
+inline void draw_children(Team* team, const Options* options, const float* probs, const int64_t* num_children, const int64_t* places,
+                          int64_t* tokens, int64_t num_rows, int64_t size, int64_t max_children) {
   share(team, num_rows, size, [&](int64_t row) {
     draw_siblings(probs + row * size, options[row].seed, options[row].position, kDraft, num_children[row],
                   tokens + places[row] * max_children, size);
   });
 }
 
-#define TITAN_DEFINE_SAMPLING(T, NAME)                                                                                         \
-  extern "C" void argmax_##NAME(Team* team, const T* logits, int64_t* tokens, int64_t num_rows, int64_t size) {                \
-    share(team, num_rows, size / 8, [&](int64_t row) { tokens[row] = argmax_row(logits + row * size, size); });                \
-  }                                                                                                                            \
-  extern "C" void softmax_##NAME(Team* team, const T* logits, const float* temperatures, float* probs, int64_t num_rows,       \
-                                 int64_t size) {                                                                               \
-    share(team, num_rows, size, [&](int64_t row) {                                                                             \
-      softmax_row(logits + row * size, temperatures[row], probs + row * size, size);                                           \
-    });                                                                                                                        \
-  }                                                                                                                            \
-  extern "C" void best_children_##NAME(Team* team, const T* logits, const float* temperatures, int64_t* tokens,                \
-                                       float* logprobs, int64_t num_rows, int64_t size, int64_t count) {                       \
-    share(team, num_rows, size, [&](int64_t row) {                                                                             \
-      best_children_row(logits + row * size, temperatures[row], tokens + row * count, logprobs + row * count, count, size);    \
-    });                                                                                                                        \
-  }                                                                                                                            \
-  extern "C" void verify_trees_##NAME(Team* team, const T* values, int64_t size, const VerifiedTrees* trees) {                 \
-    verify_trees(team, values, size, *trees);                                                                                  \
-  }
+template <typename T>
+void argmax(Team* team, const T* logits, int64_t* tokens, int64_t num_rows, int64_t size) {
+  share(team, num_rows, size / 8, [&](int64_t row) { tokens[row] = argmax_row(logits + row * size, size); });
+}
+
+template <typename T>
+void softmax(Team* team, const T* logits, const float* temperatures, float* probs, int64_t num_rows, int64_t size) {
+  share(team, num_rows, size, [&](int64_t row) { softmax_row(logits + row * size, temperatures[row], probs + row * size, size); });
+}
+
+template <typename T>
+void best_children(Team* team, const T* logits, const float* temperatures, int64_t* tokens, float* logprobs, int64_t num_rows,
+                   int64_t size, int64_t count) {
+  share(team, num_rows, size, [&](int64_t row) {
+    best_children_row(logits + row * size, temperatures[row], tokens + row * count, logprobs + row * count, count, size);
+  });
+}
+
+} // namespace

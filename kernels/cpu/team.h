@@ -181,10 +181,8 @@ void share(Team* team, int64_t count, int64_t size, const Work& work) {
   run(team, count > 1 ? count * size : 0, [&](Member& member) { member.share(count, size, work); });
 }
 
-} // namespace
-
 // Return null if the system does not have so many threads.
-extern "C" void* make_team(int64_t num_threads) {
+inline void* make_team(int64_t num_threads) {
   try {
     return new Team(num_threads);
   } catch (const std::exception&) {
@@ -192,4 +190,6 @@ extern "C" void* make_team(int64_t num_threads) {
   }
 }
 
-extern "C" void free_team(void* team) { delete static_cast<Team*>(team); }
+inline void free_team(void* team) { delete static_cast<Team*>(team); }
+
+} // namespace

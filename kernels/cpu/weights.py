@@ -116,9 +116,9 @@ def _make_codes(weight: Tensor, kernels: CompiledKernels) -> Tensor | None:
     offsets.copy_((counts.cumsum(0) - counts) * RARE_BYTES + torch.arange(num_blocks, 0, -1) * block_bytes)
     coded = torch.empty(num_blocks * block_bytes + num_rare * RARE_BYTES, dtype=dtype)
     use_huge_pages(coded.data_ptr(), coded.nbytes)
-    make = kernels.function("make_codes", None, *arguments, POINTER, POINTER, INT)
+    make = kernels.function(f"make_codes_{CODE_BITS[dtype]}", None, *arguments, POINTER, POINTER)
     for first, rows in _pieces(weight, torch.bfloat16, num_rows, depth):
-        make(rows.data_ptr(), len(rows), depth, first // BLOCK, headers.data_ptr(), coded.data_ptr(), CODE_BITS[dtype])
+        make(rows.data_ptr(), len(rows), depth, first // BLOCK, headers.data_ptr(), coded.data_ptr())
     return coded[: num_blocks * block_bytes].view(num_rows, -1)[: len(weight)]
 
 
