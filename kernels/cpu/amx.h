@@ -144,36 +144,11 @@ void multiply_tiles(Strip<Bits>& strip, bool is_first, const BFloat16* x, int64_
   }
 }
 
-// Number of bfloat16 terms that sum to a number of x; each holds 8 of a float32's 24 significant bits.
-template <typename T>
-constexpr int kTerms = 1;
-
-template <>
-constexpr int kTerms<float> = 3;
-
-// Write a row of x as rows of terms [kTerms, depth], padded with zeros.
-inline void write_terms(const BFloat16* x, int64_t num_inputs, int64_t depth, BFloat16* terms) {
-  std::copy_n(x, num_inputs, terms);
-  std::fill(terms + num_inputs, terms + depth, BFloat16{});
-}
-
-inline void write_terms(const float* x, int64_t num_inputs, int64_t depth, BFloat16* terms) {
-  for (int64_t i = 0; i < depth; i += kLanes) {
-    Lanes rest = {};
-    std::memcpy(&rest, x + i, std::max<int64_t>(std::min<int64_t>(kLanes, num_inputs - i), 0) * sizeof *x);
-    for (int64_t term = 0; term < kTerms<float>; ++term) {
-      // truncated, not rounded: no number becomes infinite
-      store(__builtin_convertvector(reinterpret<Words>(rest) >> 16, Halves), terms + term * depth + i);
-      rest -= load_lanes(terms + term * depth + i);
-    }
-  }
-}
-
 // Add up the sums of a row's terms, the smallest first.
 template <typename T>
 inline Lanes add_terms(const float* sums) {
-  Lanes total = load_lanes(sums + (kTerms<T> - 1) * kAmxOutputs);
-  for (int term = kTerms<T> - 2; term >= 0; --term) total += load_lanes(sums + term * kAmxOutputs);
+  Lanes total = load_lanes(sums + (kTerms<BFloat16, T> - 1) * kAmxOutputs);
+  for (int term = kTerms<BFloat16, T> - 2; term >= 0; --term) total += load_lanes(sums + term * kAmxOutputs);
   return total;
 }
 
@@ -203,20 +178,15 @@ inline void write_row(const float* sums, int64_t count, const T* bias, const T* 
 // Largest number of rows that stay in the L2 cache while they are multiplied with all outputs.
 template <typename T>
 int64_t most_cached_rows(int64_t depth) {
-  return std::max<int64_t>(kCachedBytes / (depth * kTerms<T> * sizeof(BFloat16)), 2 * kRowsTogether);
+  return std::max<int64_t>(kCachedBytes / (depth * kTerms<BFloat16, T> * sizeof(BFloat16)), 2 * kRowsTogether);
 }
 
 // Like `multiply_by_tiles`, for rows that stay in the cache.
 template <int Bits, typename T>
 void multiply_cached_rows(Member& member, const Weight& weight, const T* x, int64_t num_rows, const T* residual, T* output, Line* room) {
-  constexpr int kMostTogether = kRowsTogether / kTerms<T>;
-  const int64_t depth = depth_of(weight), row_size = kTerms<T> * depth;
-  BFloat16* terms = reinterpret_cast<BFloat16*>(room);
-  const bool has_terms = std::is_same_v<T, BFloat16> && weight.num_inputs == depth;
-  const BFloat16* rows = has_terms ? reinterpret_cast<const BFloat16*>(x) : terms;
-  if (!has_terms)
-    member.share(num_rows, row_size,
-                 [&](int64_t row) { write_terms(x + row * weight.num_inputs, weight.num_inputs, depth, terms + row * row_size); });
+  constexpr int kMostTogether = kRowsTogether / kTerms<BFloat16, T>;
+  const int64_t depth = depth_of(weight), row_size = kTerms<BFloat16, T> * depth;
+  const BFloat16* rows = prepare_rows<BFloat16>(member, weight, x, num_rows, room);
   const T* bias = static_cast<const T*>(weight.bias);
   // groups of equal size, so that the tiles are configured once: the last may overlap the one before it
   const int64_t num_groups = (num_rows + kMostTogether - 1) / kMostTogether, together = (num_rows + num_groups - 1) / num_groups;
@@ -227,8 +197,8 @@ void multiply_cached_rows(Member& member, const Weight& weight, const T* x, int6
   const int64_t piece = round_up((depth + num_pieces - 1) / num_pieces, kTileInputs);
   // what is decoded stays in the L1 cache, unless it is needed once more
   const int64_t window = set_size < num_groups ? depth : 2 * piece;
-  const auto multiply = together * kTerms<T> > kTileRows ? multiply_tiles<true, Bits> : multiply_tiles<false, Bits>;
-  configure_tiles(together * kTerms<T>);
+  const auto multiply = together * kTerms<BFloat16, T> > kTileRows ? multiply_tiles<true, Bits> : multiply_tiles<false, Bits>;
+  configure_tiles(together * kTerms<BFloat16, T>);
   member.share((weight.num_outputs + kAmxOutputs - 1) / kAmxOutputs, num_rows * depth * kAmxOutputs, [&](int64_t index) {
     alignas(64) float sums[kMostGroups][kRowsTogether * kAmxOutputs];
     Strip<Bits> strip(weight, index, window);
@@ -246,7 +216,7 @@ void multiply_cached_rows(Member& member, const Weight& weight, const T* x, int6
           if (end < depth) continue;
           for (int64_t row = group * together; row < start + together; ++row) {
             const int64_t place = row * weight.num_outputs + first;
-            write_row(group_sums + (row - start) * kTerms<T> * kAmxOutputs, count, bias ? bias + first : nullptr,
+            write_row(group_sums + (row - start) * kTerms<BFloat16, T> * kAmxOutputs, count, bias ? bias + first : nullptr,
                       residual ? residual + place : nullptr, output + place);
           }
         }

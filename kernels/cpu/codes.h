@@ -11,7 +11,6 @@
 #pragma once
 
 #include "product.h"
-#include "team.h"
 
 // The longest codes that pay. AVX2 has too few registers for decoding beside the sums of more than 4 rows: these lose more with codes of
 // 12 bits than few rows gain.
@@ -215,18 +214,17 @@ const X* decode_blocks(const Weight& weight, int64_t first, int64_t end, int64_t
   return result;
 }
 
-// Multiply x [M, depth], `stride` apart, by B blocks of a weight, which may be `decoded`, but for the rare ones.
+// Multiply x [M, depth] by B blocks of a weight, which may be `decoded`.
 template <int M, int B, int Bits, typename X>
-void multiply_codes(const X* x, int64_t stride, const Weight& weight, int64_t block, const X* decoded, int64_t depth,
-                    Lanes (&sums)[B * kParts][M]) {
+void multiply_codes(const X* x, const Weight& weight, int64_t block, const X* decoded, int64_t depth, Lanes (&sums)[B * kParts][M]) {
   if (decoded)
-    multiply_blocks<M, B>(x, stride, decoded, depth, sums);
+    multiply_blocks<M, B>(x, depth, decoded, depth, sums);
   else
-    multiply_units<M, B, Bits>(x, stride, Codes<Bits>(weight.data, block, depth).start, depth, sums);
+    multiply_units<M, B, Bits>(x, depth, Codes<Bits>(weight.data, block, depth).start, depth, sums);
   for (int b = 0; b < B; ++b)
     Codes<Bits>(weight.data, block + b, depth).for_each_rare([&](const RareWeight& rare) {
       for (int row = 0; row < M; ++row)
-        sums[b * kParts + rare.output / kLanes][row][rare.output % kLanes] += widen(x[row * stride + rare.input]) * widen(rare.value);
+        sums[b * kParts + rare.output / kLanes][row][rare.output % kLanes] += widen(x[row * depth + rare.input]) * widen(rare.value);
     });
 }
 

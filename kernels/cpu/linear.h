@@ -27,14 +27,14 @@ template <typename T>
 }
 
 // Multiply M rows with B blocks of the weight.
-template <typename T, typename X, typename Packed, int M, int B>
-void multiply_strip(const Weight& weight, const X* x, int64_t stride, int64_t block, const X* decoded, const T* residual, T* output) {
+template <typename Packed, int M, int B, typename T, typename X>
+void multiply_strip(const Weight& weight, const X* x, int64_t block, const X* decoded, const T* residual, T* output) {
   const int64_t depth = depth_of(weight);
   Lanes sums[B * kParts][M];
   if constexpr (kBitsOf<Packed> > 0)
-    multiply_codes<M, B, kBitsOf<Packed>>(x, stride, weight, block, decoded, depth, sums);
+    multiply_codes<M, B, kBitsOf<Packed>>(x, weight, block, decoded, depth, sums);
   else
-    multiply_blocks<M, B>(x, stride, static_cast<const Packed*>(weight.data) + block * kBlock * depth, depth, sums);
+    multiply_blocks<M, B>(x, depth, static_cast<const Packed*>(weight.data) + block * kBlock * depth, depth, sums);
   write_strip(sums[0], B * kParts, M, weight, block * kBlock, residual, output);
 }
 
@@ -50,8 +50,8 @@ constexpr int64_t group_rows_of(int64_t num_rows) {
 }
 
 // Multiply rows in groups; those after the first find the strip of the weight in the cache.
-template <typename T, typename X, typename Packed>
-void multiply_by_vectors(Member& member, const Weight& weight, const X* x, int64_t stride, int64_t num_rows, const T* residual, T* output) {
+template <typename Packed, typename T, typename X>
+void multiply_by_vectors(Member& member, const Weight& weight, const X* x, int64_t num_rows, const T* residual, T* output) {
   const int64_t group_rows = group_rows_of(num_rows), most = most_blocks((num_rows - 1) % group_rows + 1);
   const int64_t num_blocks = (weight.num_outputs + kBlock - 1) / kBlock, depth = depth_of(weight);
   member.share((num_blocks + most - 1) / most, num_rows * depth * most, [&](int64_t strip) {
@@ -67,7 +67,7 @@ void multiply_by_vectors(Member& member, const Weight& weight, const X* x, int64
         const auto multiply = [&](int64_t block, auto b) {
           const X* blocks = decoded ? decoded + (block - begin) * kBlock * depth : nullptr;
           const T* added = residual ? residual + place : nullptr;
-          multiply_strip<T, X, Packed, m, b>(weight, x + first * stride, stride, block, blocks, added, output + place);
+          multiply_strip<Packed, m, b>(weight, x + first * depth, block, blocks, added, output + place);
         };
         int64_t block = begin;
         for (; block + most_blocks(m) <= end; block += most_blocks(m)) multiply(block, std::integral_constant<int, most_blocks(m)>{});
@@ -80,13 +80,11 @@ void multiply_by_vectors(Member& member, const Weight& weight, const X* x, int64
 // Number of lines of working memory that `linear` needs for so many rows, or fewer.
 template <typename T>
 int64_t linear_lines(const Weight& weight, int64_t num_rows) {
-  const bool is_whole = weight.num_inputs == depth_of(weight);
   if (!is_of_pairs(weight)) return 0;
 #ifdef TITAN_HAS_AMX
-  const int64_t depth = depth_of(weight), most_rows = std::min(num_rows, most_cached_rows<T>(depth));
-  return std::is_same_v<T, BFloat16> && is_whole ? 0 : num_lines<BFloat16>(most_rows * depth * kTerms<T>);
+  return prepared_lines<BFloat16, T>(weight, std::min(num_rows, most_cached_rows<T>(depth_of(weight))));
 #else
-  return std::is_same_v<T, Row<T>> && is_whole ? 0 : num_lines<Row<T>>(num_rows * depth_of(weight));
+  return prepared_lines<Row<T>, T>(weight, num_rows);
 #endif
 }
 
@@ -94,35 +92,23 @@ int64_t linear_lines(const Weight& weight, int64_t num_rows) {
 template <typename T>
 void linear(Member& member, const Weight& weight, const T* x, int64_t num_rows, const T* residual, T* output, Line* room) {
   if (num_rows == 0) return; // of a pass without logits
-  const int64_t depth = depth_of(weight);
 #ifdef TITAN_HAS_AMX
   if (weight.format == kPairs) return multiply_by_tiles<16>(member, weight, x, num_rows, residual, output, room);
   if (weight.format == kCodes) return multiply_by_tiles<12>(member, weight, x, num_rows, residual, output, room);
   if (weight.format == kShortCodes) return multiply_by_tiles<8>(member, weight, x, num_rows, residual, output, room);
 #endif
+  const Row<T>* rows = prepare_rows<Row<T>>(member, weight, x, num_rows, room);
   if constexpr (std::is_same_v<T, float>) {
-    if (weight.format == kFloat32) return multiply_by_vectors<T, T, float>(member, weight, x, depth, num_rows, residual, output);
-    if (weight.format == kFloat16) return multiply_by_vectors<T, T, Float16>(member, weight, x, depth, num_rows, residual, output);
+    if (weight.format == kFloat32) return multiply_by_vectors<float>(member, weight, rows, num_rows, residual, output);
+    if (weight.format == kFloat16) return multiply_by_vectors<Float16>(member, weight, rows, num_rows, residual, output);
   }
-  const auto multiply = [&](const Row<T>* rows) {
 #if TITAN_CODE_BITS >= 12
-    if (weight.format == kCodes) return multiply_by_vectors<T, Row<T>, Codes<12>>(member, weight, rows, depth, num_rows, residual, output);
+  if (weight.format == kCodes) return multiply_by_vectors<Codes<12>>(member, weight, rows, num_rows, residual, output);
 #endif
 #if TITAN_CODE_BITS >= 8
-    if (weight.format == kShortCodes)
-      return multiply_by_vectors<T, Row<T>, Codes<8>>(member, weight, rows, depth, num_rows, residual, output);
+  if (weight.format == kShortCodes) return multiply_by_vectors<Codes<8>>(member, weight, rows, num_rows, residual, output);
 #endif
-    multiply_by_vectors<T, Row<T>, BFloat16>(member, weight, rows, depth, num_rows, residual, output);
-  };
-  if constexpr (std::is_same_v<T, Row<T>>) {
-    if (weight.num_inputs == depth) return multiply(x);
-  }
-  Row<T>* rows = reinterpret_cast<Row<T>*>(room);
-  member.share(num_rows, depth, [&](int64_t row) {
-    for (int64_t i = 0; i < weight.num_inputs; ++i) narrow(widen(x[row * weight.num_inputs + i]), &rows[row * depth + i]);
-    std::fill(rows + row * depth + weight.num_inputs, rows + (row + 1) * depth, Row<T>{});
-  });
-  multiply(rows);
+  multiply_by_vectors<BFloat16>(member, weight, rows, num_rows, residual, output);
 }
 
 // The same, on the threads.

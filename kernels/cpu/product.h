@@ -4,7 +4,7 @@
 
 #pragma once
 
-#include "numbers.h"
+#include "team.h"
 
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define TITAN_HAS_DOT 1
@@ -99,6 +99,46 @@ inline Integers add_pairs(Integers sum, Words a, Words b) {
   const Integers x = reinterpret<Integers>(a), y = reinterpret<Integers>(b);
   return sum + (x << 16 >> 16) * (y << 16 >> 16) + (x >> 16) * (y >> 16);
 #endif
+}
+
+// How many numbers of type X sum to one of type T: bfloat16 holds 8 of a float32's 24 significant bits.
+template <typename X, typename T>
+constexpr int kTerms = std::is_same_v<X, BFloat16> && std::is_same_v<T, float> ? 3 : 1;
+
+// Write a row of x as rows of terms [kTerms, depth], padded with zeros.
+template <typename X, typename T>
+inline void write_terms(const T* x, int64_t num_inputs, int64_t depth, X* terms) {
+  if constexpr (kTerms<X, T> == 1) {
+    for (int64_t i = 0; i < num_inputs; ++i) narrow(widen(x[i]), &terms[i]);
+    std::fill(terms + num_inputs, terms + depth, X{});
+  } else {
+    for (int64_t i = 0; i < depth; i += kLanes) {
+      Lanes rest = {};
+      std::memcpy(&rest, x + i, std::max<int64_t>(std::min<int64_t>(kLanes, num_inputs - i), 0) * sizeof *x);
+      for (int64_t term = 0; term < kTerms<X, T>; ++term) {
+        // truncated, not rounded: no number becomes infinite
+        store(__builtin_convertvector(reinterpret<Words>(rest) >> 16, Halves), terms + term * depth + i);
+        rest -= load_lanes(terms + term * depth + i);
+      }
+    }
+  }
+}
+
+// Number of lines of working memory that `prepare_rows` needs.
+template <typename X, typename T>
+int64_t prepared_lines(const Weight& weight, int64_t num_rows) {
+  const int64_t depth = depth_of(weight);
+  return std::is_same_v<X, T> && weight.num_inputs == depth ? 0 : num_lines<X>(num_rows * depth * kTerms<X, T>);
+}
+
+// Return rows of x as numbers of type X, [num_rows, kTerms, depth]: in place, if that is what they are.
+template <typename X, typename T>
+const X* prepare_rows(Member& member, const Weight& weight, const T* x, int64_t num_rows, Line* room) {
+  const int64_t size = weight.num_inputs, depth = depth_of(weight), row_size = kTerms<X, T> * depth;
+  if (prepared_lines<X, T>(weight, num_rows) == 0) return reinterpret_cast<const X*>(x);
+  X* rows = reinterpret_cast<X*>(room);
+  member.share(num_rows, row_size, [&](int64_t row) { write_terms(x + row * size, size, depth, rows + row * row_size); });
+  return rows;
 }
 
 // Load one of the `kPair` numbers of each lane as float32.
