@@ -57,8 +57,6 @@ struct TreeGrowth {
   Worth worth;
 };
 
-static_assert(sizeof(TreeGrowth) == 104, "as TREE_GROWTH of structs.py");
-
 // The trees of n requests, R rows of the plan, and where their draft's KV is.
 struct Growing {
   int64_t num_requests;

@@ -19,7 +19,6 @@ struct Options {
   uint64_t seed;
   int64_t position; // of the token that is sampled
 };
-static_assert(sizeof(Options) == 40, "as NumPy lays it out");
 
 // Uniform in (0, 1) by Philox 4x32-10; key = seed, counter = (position, stream, 0, 0).
 inline double uniform_number(uint64_t seed, int64_t position, int64_t stream) {

@@ -17,7 +17,7 @@ from titan.kernels.cpu.sampling import CompiledSampling, readable
 from titan.kernels.interfaces import Candidates, Verified
 from titan.kernels.tree_places import place_trees, with_draft_probs
 
-CANDIDATE = np.dtype([("token_id", "i8"), ("score", "f4"), ("parent_slot", "i4"), ("slot", "i4")], align=True)
+CANDIDATE = np.dtype([("token", "i8"), ("score", "f4"), ("parent_slot", "i4"), ("slot", "i4")], align=True)
 """``Candidate`` of the C++."""
 
 
@@ -27,7 +27,7 @@ class NodeColumnsStruct(ctypes.Structure):
     _fields_ = [(name, POINTER) for name in NodeColumns._fields]
 
 
-class _TreesStruct(ctypes.Structure):
+class TreesStruct(ctypes.Structure):
     """``VerifiedTrees`` of the C++."""
 
     _fields_ = [
@@ -59,7 +59,7 @@ class CompiledTrees:
         for each in found:
             candidates = np.empty(each.token_ids.shape, CANDIDATE)
             columns = each.token_ids, each.scores, each.parent_slots, each.slots
-            for name, column in zip(("token_id", "score", "parent_slot", "slot"), columns, strict=True):
+            for name, column in zip(CANDIDATE.fields or (), columns, strict=True):
                 candidates[name] = column.numpy()
             first_nodes, num_nodes = start_loc[each.rows], np.ascontiguousarray(each.num_nodes)
             self._select(
@@ -79,7 +79,7 @@ class CompiledTrees:
         paths, final_tokens = torch.empty((num_trees, max_depth), dtype=torch.int32), torch.empty(num_trees, dtype=torch.int64)
         nodes, probs, draft_rows = trees.nodes, trees.draft_probs, trees.draft_rows
         matches = None if probs is None else torch.empty((num_trees, 2), dtype=torch.float32)
-        struct = _TreesStruct(
+        struct = TreesStruct(
             *(num_trees, max_depth, sampling.has_cuts),
             *(address(rows), address(trees.start_loc), address(trees.is_sampled, BOOL), address(sampling.options, OPTIONS)),
             *(nodes.token_ids.data_ptr(), nodes.parents.data_ptr()),

@@ -5,16 +5,23 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
+from ctypes import sizeof
 from pathlib import Path
+from typing import Any
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 
+from titan.core.sampling_rows import OPTIONS
 from titan.kernels.cpu import library as cpu_library
+from titan.kernels.cpu import structs, trees
 from titan.kernels.cpu.kinds import KINDS, Kind
 from titan.kernels.cpu.library import load_library
+from titan.kernels.cpu.weights import WeightStruct
 
 *_, AVX512, AVX2, NATIVE = KINDS
 COMPILER = next(filter(shutil.which, cpu_library.COMPILERS), None)
@@ -114,3 +121,39 @@ def test_each_kind_has_a_file_of_its_own_with_its_instructions(tmp_path: Path) -
     cpu_library.SOURCE.write_text(source, encoding="utf-8")
     assert len({load_again(kind) for kind in (AVX512, AVX2, AVX512)}) == len(list((tmp_path / "titan").iterdir())) == 2
     assert [load_library(kind).library.number() for kind in (AVX512, AVX2)] == [512, 2]  # type: ignore[union-attr]
+
+
+STRUCTS: dict[str, Any] = {  # of the C++
+    "AttentionPlan": structs.PlanStruct,
+    "AttentionSpec": structs.SpecStruct,
+    "Candidate": trees.CANDIDATE,
+    "Decoder": structs.DecoderStruct,
+    "DecoderLayer": structs.LayerStruct,
+    "DecoderPass": structs.PassStruct,
+    "Growing": structs.GrowingStruct,
+    "KVLayer": structs.KVLayerStruct,
+    "NodeColumns": trees.NodeColumnsStruct,
+    "Options": OPTIONS,
+    "TreeGrowth": structs.TREE_GROWTH,
+    "TreeShape": structs.TreeShapeStruct,
+    "VerifiedTrees": trees.TreesStruct,
+    "Weight": WeightStruct,
+    "Worth": structs.WORTH,
+}
+
+
+def test_structs_are_in_python_as_in_the_c_plus_plus(tmp_path: Path) -> None:
+    """Each field is where the library reads it, and none is missing."""
+    lines = [f'#include "{Path(structs.__file__).with_name("growth.h")}"', "#include <cstddef>"]
+    for name, struct in STRUCTS.items():
+        if isinstance(struct, np.dtype):
+            size, offsets = struct.itemsize, {field: offset for field, (_, offset, *_) in (struct.fields or {}).items()}
+        else:
+            size, offsets = sizeof(struct), {field: getattr(struct, field).offset for field, *_ in struct._fields_}
+        lines.append(f"static_assert(sizeof({name}) == {size});")
+        lines += [f"static_assert(offsetof({name}, {field}) == {offset});" for field, offset in offsets.items()]
+    (tmp_path / "layouts.cpp").write_text("\n".join(lines), encoding="utf-8")
+    assert COMPILER is not None
+    command = [COMPILER, *cpu_library.FLAGS, "-fsyntax-only", str(tmp_path / "layouts.cpp")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
