@@ -96,27 +96,27 @@ class CompiledOps(TorchOps):
             self._write_rows(rows.data_ptr(), token_stride, row_stride, rows.shape[2], *places)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if x.dtype != self._dtype or weight.dtype not in (x.dtype, torch.float32):  # as modules of transformers may do
+        is_wide = weight.dtype != x.dtype
+        if x.dtype != self._dtype or (is_wide and weight.dtype != torch.float32):  # as modules of transformers may do
             return super().rms_norm(x, weight, eps)
         x, weight = x.contiguous(), weight.contiguous()
         num_rows, size = x.shape
         output = torch.empty_like(x)
-        self._norm(x.data_ptr(), weight.data_ptr(), weight.dtype != x.dtype, output.data_ptr(), num_rows, size, eps)
+        self._norm(x.data_ptr(), weight.data_ptr(), is_wide, output.data_ptr(), num_rows, size, eps)
         return output
 
     def rope_and_write_kv(self, qkv: Tensor, places: TokenPlaces, kv_layer: Tensor, qk_norm: Tensor | None, eps: float) -> Tensor:
         assert qkv.dtype == places.rope_table.dtype == self._dtype
-        assert qk_norm is None or (qk_norm.dtype in (self._dtype, torch.float32) and qk_norm.is_contiguous())
         num_kv_heads, head_dim = kv_layer.shape[1], places.rope_table.shape[-1]
         num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
-        layer = LayerStruct(
-            qk_norm=None if qk_norm is None else qk_norm.data_ptr(),
-            rope_table=places.rope_table.data_ptr(),
-            kv=kv_struct(kv_layer, head_dim),
-            attention=SpecStruct(num_heads, num_kv_heads, head_dim),
-        )
-        is_wide, tensors = qk_norm is not None and qk_norm.dtype != qkv.dtype, (qkv, places.positions, places.slots)
-        self._rotate(ctypes.addressof(layer), is_wide, *(each.data_ptr() for each in tensors), len(qkv), eps)
+        layer, is_wide = LayerStruct(), False  # by assignments, which take less time than keywords
+        layer.rope_table, layer.kv = places.rope_table.data_ptr(), kv_struct(kv_layer, head_dim)
+        layer.attention = SpecStruct(num_heads, num_kv_heads, head_dim)
+        if qk_norm is not None:
+            layer.qk_norm, is_wide = qk_norm.data_ptr(), qk_norm.dtype != self._dtype
+            assert (not is_wide or qk_norm.dtype == torch.float32) and qk_norm.is_contiguous()
+        tokens = qkv.data_ptr(), places.positions.data_ptr(), places.slots.data_ptr()
+        self._rotate(ctypes.addressof(layer), is_wide, *tokens, len(qkv), eps)
         return qkv.view(len(qkv), -1, head_dim)[:, :num_heads]
 
     def gated_mlp(self, x: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None) -> Tensor:
