@@ -39,7 +39,10 @@ class Machine:
             _: StepTimes,
         ) -> None:
             seconds = target(sum(plan.num_tokens) + accepted.trees.num_nodes) / 1e3
-            of_draft = 0.0 if growth is None else growth.num_passes * self.draft_milliseconds / 1e3
+            num_drafts = (
+                accepted.trees.num_nodes > 0 if growth is None else growth.num_passes
+            )  # a drafter without a model takes as long
+            of_draft = num_drafts * self.draft_milliseconds / 1e3
             growth = None if growth is None else growth._replace(seconds=of_draft)
             of_review = bool(report.num_rows) * self.draft_milliseconds / 1e3
             report, of_draft = report._replace(seconds=of_review), of_draft + of_review

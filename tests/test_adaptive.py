@@ -246,11 +246,22 @@ def test_decisions_are_repeated_only_for_requests_that_may_draft_as_much(
     assert [*map(len, output)] == limits and found[True] > 3 and found[False]
 
 
+def test_what_a_drafter_without_a_model_takes_counts(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is always right, and takes longer than the tokens that it saves."""
+    machine = Machine(monkeypatch, {0: 8.0}, target=lambda rows: 1 + rows / 1e3)
+    engine = make_engine(zoo.path("llama"), replaying(zoo, [200]), speculation="adaptive", **AMPLE)
+    assert run_all(engine, PROMPTS[:1], [greedy(200, ignore_eos=True)]) == written(zoo, [200])
+    assert "on" in machine.choices[:20] and machine.choices[20:].count("on") < 0.05 * len(machine.choices)
+
+
+def replaying(zoo: Zoo, limits: Sequence[int]) -> ReplayDrafter:
+    recordings = {tuple(prompt): recorded for prompt, recorded in zip(PROMPTS, written(zoo, limits), strict=False)}
+    return ReplayDrafter(recordings, acceptance=1.0, vocab_size=VOCAB_SIZE, max_draft_tokens=4)
+
+
 def test_a_drafter_that_is_not_fed_repeats_decisions(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     Machine(monkeypatch, target=lambda rows: 1 + rows / 1e3)
-    tokens = written(zoo, [80] * 3)
-    recordings = {tuple(prompt): recorded for prompt, recorded in zip(PROMPTS, tokens, strict=False)}
-    drafter = ReplayDrafter(recordings, acceptance=1.0, vocab_size=VOCAB_SIZE, max_draft_tokens=4)
+    drafter = replaying(zoo, [80] * 3)
     engine, repeats = make_engine(zoo.path("llama"), drafter, speculation="adaptive", **AMPLE), Counter[bool]()
     repeat = Controller.repeats
 
@@ -260,7 +271,7 @@ def test_a_drafter_that_is_not_fed_repeats_decisions(zoo: Zoo, monkeypatch: pyte
         return is_repeated
 
     monkeypatch.setattr(Controller, "repeats", note)
-    assert run_all(engine, PROMPTS[:3], [greedy(80, ignore_eos=True)] * 3) == tokens
+    assert run_all(engine, PROMPTS[:3], [greedy(80, ignore_eos=True)] * 3) == written(zoo, [80] * 3)
     assert repeats[True] > repeats[False]
 
 

@@ -216,6 +216,47 @@ def test_what_slowed_long_passes_alone_is_forgotten(machine: Machine, num_steps:
         assert shares[2] < 0.1 < 0.8 < shares[4]
 
 
+class Unmeasured(Controller):
+    """Of a device, which does not say how long a review takes."""
+
+    def observe(self, outcome: Outcome) -> None:
+        super().observe(outcome._replace(review_seconds=0.0))
+
+
+@pytest.mark.parametrize(
+    ("machine", "slow", "kind", "num_steps"),
+    [
+        (DEMO, replace(DEMO, host=lambda n, drafting: DEMO.host(n, drafting) + 0.02 * (drafting > 0)), Controller, 12_000),
+        (GPU, replace(GPU, draft=lambda rows, context: 8 * GPU.draft(rows, context)), Unmeasured, 1500),
+    ],
+    ids=["host", "draft"],
+)
+def test_what_slowed_drafting_alone_is_forgotten(machine: Machine, slow: Machine, kind: type[Controller], num_steps: int) -> None:
+    """Such as a logits processor of a user who is gone."""
+    fleet, shares = Fleet(machine, [Text(0.8) for _ in range(8)], stops_early=not machine.is_padded), list[float]()
+    policy = kind(controller_of(machine).costs)
+    for each, count in ((machine, 200), (slow, 300), (machine, num_steps), (machine, 100)):
+        fleet.machine = each
+        shares.append(float(np.mean(np.array(fleet.run(policy, count).nodes) > 0)))
+    assert shares[1] < 0.3 < 0.8 < shares[3]
+
+
+def test_requests_that_teach_nothing_are_compared_for_as_rarely_as_others() -> None:
+    """And their surprises take nothing from what is known of others."""
+    num_comparisons = list[int]()
+    for is_typical in (True, False):
+        controller, (load, drafting, plain) = controller_of(BIG), four_requests()
+        load = load._replace(candidates=[each._replace(is_typical=is_typical) for each in load.candidates])
+        if is_typical:
+            controller.fleet.num_drafts = 20.0
+        found = 0
+        for _ in range(200):
+            found += not controller.repeats() and not controller.rest(4, 4) and controller.choose(load).drafts
+            controller.observe(drafting if controller.optimum.drafts else plain)
+        num_comparisons.append(found)
+    assert num_comparisons[1] < 1.5 * num_comparisons[0]
+
+
 @pytest.mark.parametrize(("acceptance", "least"), [(0.2, 0.965), (0.9, 1.4)])
 def test_profile_with_noise(acceptance: float, least: float) -> None:
     rng = np.random.default_rng(1)

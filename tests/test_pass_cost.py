@@ -96,8 +96,12 @@ def test_passes_between_those_of_another_model_have_a_level_of_their_own() -> No
 def test_model_that_rests_follows_the_pace_of_the_other() -> None:
     passes, other = cost(), cost()
     for seconds in [2.0] * 40 + [3.0] * 60:
-        passes.follow(other.note(8, 0, seconds))
+        passes.follow(other.note(8, 0, seconds), other.pace, 1)
     assert passes.predict(8, 0) == pytest.approx(2.0 * 1.5**FOLLOWED, rel=0.1)
+    for _ in range(40):
+        passes.note(8, 0, 12.0)
+    passes.follow(0.0, other.pace, 10_000)
+    assert passes.predict(8, 0) == pytest.approx(3.0, rel=0.15), "what held it up may be over"
 
 
 def load(n: int, missing: int = 1) -> Load:
@@ -198,6 +202,19 @@ def test_yield_is_the_return_that_was_seen_over_that_which_was_planned() -> None
 def test_the_prompt_tokens_of_a_step_are_those_that_its_time_allows(num_decodes: int, context: int, most: int, limit: int) -> None:
     """A pass takes 1 + rows / 100 + context / 1000 seconds, and a step should take 1.5."""
     assert Pace(PassCost((1, 101), (1.01, 2.01), 1e-3), 1.5 + 1e-9).prefill_limit(num_decodes, context, most) == limit
+
+
+def test_drafts_that_are_over_take_nothing_from_prompts() -> None:
+    never, once = (Pace(PassCost((1, 101), (0.99, 1.99), 1e-3), 1.5) for _ in range(2))
+    requests = [Request("r", None, [5], SamplingParams(), 0, 9, frozenset(), RequestMetrics(0.0), None) for _ in range(4)]
+    plan = StepPlan(requests, [1] * 4, [2] * 4, [2] * 4)
+    for _ in range(20):
+        once.note(plan, 4, 8, 1.3, 1.1)
+    assert once.prefill_limit(4, 0, 500) < 0.8 * never.prefill_limit(4, 0, 500)
+    for _ in range(400):
+        for each in (never, once):
+            each.note(plan, 4, 0, 1.03, 1.03)
+    assert once.prefill_limit(4, 0, 500) == pytest.approx(never.prefill_limit(4, 0, 500), rel=0.05)
 
 
 def test_drafts_and_the_rest_of_a_step_leave_less_for_prompts() -> None:

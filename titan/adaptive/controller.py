@@ -252,7 +252,8 @@ class Controller:
         if not all(self._hoped):
             self._hoped = best(estimates.bounds, prices, self.drafting_yield.factor).num_nodes
         may_new_draft = self.optimum.drafts or self._may_new_draft(load, prices)
-        self._standing.renew(load, self.optimum.drafts, may_new_draft, self.fleet.num_drafts, plain_seconds)
+        num_drafts = max(each.num_drafts for each in (self.fleet, *self._compared))  # some teach nothing about others
+        self._standing.renew(load, self.optimum.drafts, may_new_draft, num_drafts, plain_seconds)
 
     def _may_new_draft(self, load: Load, prices: Prices) -> bool:
         """Whether drafting may pay for a new request, although it does not for those."""
@@ -355,6 +356,8 @@ class Controller:
             shares = dict(zip(reviewed, outcomes[0].reviewed, strict=False))
             surprise = 0.0  # mean difference between what a probe showed and what was known before, as far as it was known
             for i, (drafts, acceptance) in zip(decision.probed, self._shown_before, strict=True):
+                if not load.candidates[i].is_typical:
+                    continue
                 num_drafts, shown = self._showing(load.candidates[i].counts)
                 difference = (shown - acceptance) * num_drafts
                 if i in reviewed:

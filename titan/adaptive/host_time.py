@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 SHORTER_RATE, LONGER_RATE = 1 / 4, 1 / 8
 """Weights of a step's host time that is shorter or longer than expected: anything may hold it up, and nothing makes it shorter."""
@@ -15,6 +16,9 @@ COLD_STEPS = 4
 
 FIRST_MORE = 1 / 2
 """How much more of the host drafting is taken to need until it was seen, as a share of what as many requests need without."""
+
+MORE_MEMORY = 8191 / 8192
+"""Share of the difference from that, once it was seen, that a step without drafts leaves: what it came from may be over."""
 
 
 class HostTime:
@@ -30,6 +34,10 @@ class HostTime:
             self._more.note(num_drafting, max(seconds - self._plain.predict(num_requests), 0.0), usual)
         else:
             self._plain.note(num_requests, seconds)
+
+    def age(self, num_steps: int) -> None:
+        """Let what drafting was seen to need be believed less, after steps without drafts."""
+        self._more.pull(lambda count: FIRST_MORE * self._plain.predict(count), 1 - MORE_MEMORY**num_steps)
 
     @property
     def has_drafted(self) -> bool:
@@ -65,6 +73,11 @@ class _ByCount:
             rate = float(seconds < before)
         most = 2 * max(before, usual) or seconds
         self._seconds[octave] = before + rate * (min(seconds, most) - before)
+
+    def pull(self, target: Callable[[int], float], share: float) -> None:
+        """Move what was seen towards what a function says of a count, by this share of the difference."""
+        for octave, seconds in self._seconds.items():
+            self._seconds[octave] += share * (target(1 << octave - 1) - seconds)
 
     @property
     def has_seen(self) -> bool:

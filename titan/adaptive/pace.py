@@ -12,7 +12,7 @@ MIN_PROMPT_TOKENS = 16
 """Prompt tokens that a step takes in any case, if there are as many, so that prompts get on."""
 
 DRAFT_RATE = 1 / 8
-"""Weight of a step in the mean number of draft tokens."""
+"""Weight of a step in the mean number of draft tokens, and in the share of steps that have any."""
 
 
 class Pace:
@@ -29,6 +29,7 @@ class Pace:
         self._cost, self._max_step_s = cost, max_step_s
         self._rest = HostTime()
         self._num_drafts = 0.0  # per request that emits tokens
+        self._drafting = 0.0  # share of the steps with drafts
 
     def prefill_limit(self, num_decodes: int, num_context_tokens: int, most: int) -> int:
         """Return the largest number of prompt tokens with which a step is expected to take no longer than the target.
@@ -38,10 +39,14 @@ class Pace:
             num_context_tokens: tokens computed before, of all requests.
             most: bound of the result, which is otherwise at least `MIN_PROMPT_TOKENS`.
         """
-        num_rows, is_drafting = num_decodes * (1 + self._num_drafts), self._num_drafts > 0
-        seconds = self._max_step_s - self._rest.predict(num_decodes, num_decodes * is_drafting)
+        num_rows, plain, drafting = (
+            num_decodes * (1 + self._num_drafts),
+            *(self._rest.predict(num_decodes, n) for n in (0, num_decodes)),
+        )
+        seconds = self._max_step_s - plain - self._drafting * (drafting - plain)
+        is_alternating = self._drafting > 1 / 2
         fitting = bisect_right(
-            range(1, most + 1), seconds, key=lambda count: self._cost.predict(num_rows + count, num_context_tokens, is_drafting)
+            range(1, most + 1), seconds, key=lambda count: self._cost.predict(num_rows + count, num_context_tokens, is_alternating)
         )
         return min(max(fitting, MIN_PROMPT_TOKENS), most)
 
@@ -58,4 +63,5 @@ class Pace:
         self._cost.note(sum(plan.num_tokens) + num_drafts, plan.num_context_tokens, pass_s, num_drafts > 0)
         if num_emitting:
             self._num_drafts += DRAFT_RATE * (num_drafts / num_emitting - self._num_drafts)
+            self._drafting += DRAFT_RATE * ((num_drafts > 0) - self._drafting)
             self._rest.note(num_emitting, num_emitting * (num_drafts > 0), step_s - pass_s)

@@ -92,12 +92,25 @@ class PassCost:
         factor = exp(self._pace.value + self._aged(self._company[is_alternating]) + shape)
         return factor * (self._curve(num_rows) + self.seconds_per_context_token * num_context_tokens)
 
-    def follow(self, change: float) -> None:
-        """Change the pace as that of another model has changed: mostly it is the machine's."""
+    @property
+    def pace(self) -> float:
+        """Logarithm of the time that passes take, as a multiple of what the curve says."""
+        return self._pace.value
+
+    def follow(self, change: float, pace: float, num_steps: int) -> None:
+        """Go by another model's passes in steps without a pass of this one.
+
+        Args:
+            change: of the other model's pace, which mostly is the machine's.
+            pace: of that model, which this one's is taken to be in the end.
+            num_steps: without a pass.
+        """
         self._pace.value += FOLLOWED * change
+        self._pace.value += (1 - SHAPE_MEMORY**num_steps) * (pace - self._pace.value)
+        self.age(num_steps)
 
     def age(self, num_steps: int) -> None:
-        """Let errors of the curve be believed less, after steps without a pass, or of whose passes nothing is known."""
+        """Let errors of the curve be believed less, after steps of whose passes nothing is known."""
         self._num_seen += num_steps
 
     def note(

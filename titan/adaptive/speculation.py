@@ -144,7 +144,9 @@ class AdaptiveSpeculation:
                 self._follow_temperature(plan.requests[i])
         for i, review in zip(plan.reviews, report.reviews, strict=False):
             self._follow_temperature(plan.requests[i], 0 if review.logprobs is None else len(review.logprobs))
-        draft_seconds = times.draft if growth is None or growth.seconds is None else growth.seconds
+        draft_seconds = times.draft if self.drafting.is_fed else 0.0  # a drafter without a model is a part of the host
+        if growth is not None and growth.seconds is not None:
+            draft_seconds = growth.seconds
         outcome = Outcome(
             num_nodes,
             sum(map(len, acceptance.paths)),
