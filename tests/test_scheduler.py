@@ -397,13 +397,14 @@ def test_prompts_are_computed_in_chunks_of_what_the_running_requests_leave() -> 
     for token in (2, 3):
         world.add([token] * 20, 1, ignore_eos=True)
     plans = [world.step(0, Random(0)).num_tokens for _ in range(5)]
-    assert plans == [[1, 7, 4], [1, 7, 4], [1, 6, 5], [1, 7], [1]]
+    assert plans == [[1, 7, 4], [1, 6, 5], [1, 7, 4], [1, 7], [1]]
 
 
 @pytest.mark.parametrize(
     ("options", "prompts", "plans"),
     [
         ({"max_prefill_tokens": 8}, [20, 9], [[1, 8], [1, 4, 4], [1, 8], [1, 1, 5], [1, 1, 1]]),
+        ({"max_prefill_tokens": 8}, [40, 9], [[1, 8], [1, 4, 4], [1, 4, 4], [1, 1, 8]]),
         (
             {"prefill_chunk_size": 4, "max_prefill_tokens": 8},
             [20, 9],
@@ -414,7 +415,7 @@ def test_prompts_are_computed_in_chunks_of_what_the_running_requests_leave() -> 
         (
             {"prefill_limit": lambda decodes, context, most: min(most, 3 * decodes)},
             [9, 5],
-            [[1, 3], [1, 2, 1], [1, 3], [1, 1, 4], [1, 1, 1]],
+            [[1, 3], [1, 2, 1], [1, 2, 1], [1, 2, 1], [1, 1, 2], [1, 1, 1]],
         ),
     ],
 )
@@ -425,6 +426,12 @@ def test_how_many_prompt_tokens_a_step_takes(options: dict[str, Any], prompts: l
     for token, length in enumerate(prompts, start=2):
         world.add([token] * length, 30, ignore_eos=True)
     assert [world.step(0, Random(0)).num_tokens for _ in plans] == plans
+
+
+def test_a_prompt_leaves_nothing_to_siblings_that_await_it() -> None:
+    world = World(max_batch_size=3, num_kv_blocks=80, max_prefill_tokens=8)
+    world.add([1] * 30, 9, ignore_eos=True, n=3)
+    assert [world.step(0, Random(0)).num_tokens for _ in range(4)] == [[8], [4], [8], [8]]
 
 
 def test_drafts_leave_every_running_request_a_token() -> None:

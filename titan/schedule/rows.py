@@ -44,9 +44,11 @@ class RowChooser:
             num_left -= 1  # requests, for each of which the drafts leave a token
             self._add_running(request, 1, num_left)
         self._prompt_budget = self._most_prompt_tokens(decodes)
+        num_behind = sum([bool(request.block_ids) for request in prefills])  # those without blocks await a sibling
         for request in prefills:
+            num_behind -= bool(request.block_ids)
             if self._prompt_budget and scheduler.ensure_kv(request):
-                self._add_running(request, self._chunk(request))
+                self._add_running(request, self._chunk(request, is_shared=num_behind > 0 or self._may_join()))
         if scheduler.counters.num_preemptions == num_preemptions:
             plan.shortage = self._join()
         else:  # there is no room for the running requests: none joins
@@ -66,14 +68,14 @@ class RowChooser:
             return most
         return limit(len(decodes), sum([request.num_computed_tokens for request in self._scheduler.running]), most)
 
-    def _chunk(self, request: Request) -> int:
+    def _chunk(self, request: Request, *, is_shared: bool) -> int:
         """Return how many tokens a running request that does not decode may have.
 
-        Where another could join, a chunk that is not the last leaves half of the budget: a long prompt must not stall short ones.
+        If the budget is shared, a chunk that is not the last leaves half of it: a long prompt must not stall short ones.
         """
         num_tokens = self._first_chunk(request)
-        is_shared = self._may_join() and num_tokens < request.num_uncomputed_tokens
-        return min(num_tokens, -(-self._prompt_budget // 2)) if is_shared else num_tokens
+        is_long = num_tokens < request.num_uncomputed_tokens
+        return min(num_tokens, -(-self._prompt_budget // 2)) if is_shared and is_long else num_tokens
 
     def _first_chunk(self, request: Request) -> int:
         """Return how many tokens a request that has just started may have."""
