@@ -443,6 +443,37 @@ def test_drafts_leave_every_running_request_a_token() -> None:
     assert (plan.num_tokens, plan.draft_budgets) == ([1, 1, 1], [3, 0, 0])
 
 
+@pytest.mark.parametrize(
+    ("max_batch_size", "prompts", "rows"),
+    [
+        (8, [20], [([1, 1, 3], [3, 0, 0]), ([1, 1, 3], [3, 0, 0])]),
+        (8, [1], [([1, 1, 1], [4, 1, 0])]),
+        (8, [4, 4], [([1, 1, 3], [3, 0, 0]), ([1, 1, 1, 3], [2, 0, 0, 0])]),
+        (2, [20], [([1, 1], [4, 2])]),
+    ],
+)
+def test_prompts_and_drafts_share_what_decodes_leave(
+    max_batch_size: int, prompts: list[int], rows: list[tuple[list[int], list[int]]]
+) -> None:
+    """Wherever a request runs or may join, and no more than it wants is kept from the drafts."""
+    world = World(max_batch_size=max_batch_size, num_kv_blocks=80, max_num_batched_tokens=8)
+    for token in (1, 2):
+        world.add([token] * 2, 40, ignore_eos=True)
+    world.step(0, Random(0))
+    for token, length in enumerate(prompts, start=3):
+        world.add([token] * length, 30, ignore_eos=True)
+    plans = [world.step(4, Random(0)) for _ in rows]
+    assert [(plan.num_tokens, plan.draft_budgets) for plan in plans] == rows
+
+
+def test_drafts_leave_a_token_to_a_sibling_that_awaits_its_prompt() -> None:
+    world = World(max_batch_size=8, num_kv_blocks=80, max_num_batched_tokens=8)
+    world.add([1] * 2, 40, ignore_eos=True)
+    world.step(0, Random(0))
+    world.add([2] * 12, 40, ignore_eos=True, n=2)
+    assert [len(world.step(4, Random(0)).requests) for _ in range(5)] == [2, 2, 2, 2, 3]
+
+
 @pytest.mark.parametrize(("reservation", "num_started"), [("on_demand", 3), ("max_tokens", 2)])
 def test_whole_outputs_are_reserved_only_where_that_is_asked_for(reservation: str, num_started: int) -> None:
     world = World(max_batch_size=3, num_kv_blocks=8, reservation=reservation)

@@ -39,11 +39,12 @@ class RowChooser:
         decodes, prefills = list[Request](), list[Request]()
         for request in scheduler.running:
             (decodes if request.num_uncomputed_tokens == 1 else prefills).append(request)
-        num_left = len(scheduler.running)
+        most_prompt_tokens = self._most_prompt_tokens(decodes)
+        num_left = len(decodes) + self._prompt_share(prefills, most_prompt_tokens)
         for request in decodes:
-            num_left -= 1  # requests, for each of which the drafts leave a token
+            num_left -= 1  # tokens that the drafts leave to the decodes behind, and to prompts
             self._add_running(request, 1, num_left)
-        self._prompt_budget = self._most_prompt_tokens(decodes)
+        self._prompt_budget = min(most_prompt_tokens, self._budget)
         num_behind = sum([bool(request.block_ids) for request in prefills])  # those without blocks await a sibling
         for request in prefills:
             num_behind -= bool(request.block_ids)
@@ -62,11 +63,22 @@ class RowChooser:
         return sum([self._kv.num_missing_blocks(each, each.num_tokens + self._max_draft_tokens) for each in requests])
 
     def _most_prompt_tokens(self, decodes: Sequence[Request]) -> int:
-        """Return how many tokens the requests that do not decode may have together."""
-        most, limit = min(self._budget, self._options.max_prefill_tokens or self._budget), self._scheduler.prefill_limit
+        """Return how many tokens the requests that do not decode may have together, if nothing is drafted."""
+        num_left = self._budget - len(decodes)
+        most, limit = min(num_left, self._options.max_prefill_tokens or num_left), self._scheduler.prefill_limit
         if limit is None or not decodes or most <= 1:
             return most
         return limit(len(decodes), sum([request.num_computed_tokens for request in self._scheduler.running]), most)
+
+    def _prompt_share(self, prefills: Sequence[Request], most: int) -> int:
+        """Return how many of the ``most`` tokens for requests that do not decode drafts leave to them.
+
+        It is half of these, or what they want, if that is less; of those that wait only the next one is asked.
+        """
+        num_wanted = sum([request.num_uncomputed_tokens if request.block_ids else 1 for request in prefills])
+        if self._may_join():
+            num_wanted += self._scheduler.first().num_uncomputed_tokens
+        return min(num_wanted, -(-most // 2))
 
     def _chunk(self, request: Request, *, is_shared: bool) -> int:
         """Return how many tokens a running request that does not decode may have.
