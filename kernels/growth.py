@@ -19,16 +19,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from titan.core.arrays import Ints
-from titan.core.batch import (
-    AttentionLayout,
-    NodeQueries,
-    RaggedBatch,
-    join_rows,
-    pad_block_tables,
-    physical_slots,
-    prefix_sums,
-)
-from titan.core.growth import BeamSpec, Feed, ShapeSpec
+from titan.core.batch import AttentionLayout, NodeQueries, RaggedBatch, join_rows, physical_slots, prefix_sums
+from titan.core.growth import BeamSpec, Feed, ShapeSpec, block_table_of
 from titan.core.trees import DraftTrees, GrowthReport
 from titan.kernels.beam_growth import BeamGrowth
 from titan.kernels.interfaces import Backend
@@ -117,12 +109,8 @@ class TimedPasses:
 
 def root_batch(feeds: Sequence[Feed], block_size: int) -> RaggedBatch:
     """Return the pass that feeds committed tokens; it has logits of the last token of each feed with a spec."""
-    rows, block_tables, starts, row_tokens, specs, (of_plan, *_) = zip(*feeds, strict=True)
-    if of_plan is None:
-        table = pad_block_tables(block_tables)
-    else:  # the same array where these are all rows, so that it is uploaded once
-        table = of_plan if rows == (*range(len(of_plan)),) else of_plan[list(rows)]
-    return join_rows(table, starts, row_tokens, [spec is not None for spec in specs], block_size=block_size)
+    _, _, starts, row_tokens, specs, _ = zip(*feeds, strict=True)
+    return join_rows(block_table_of(feeds), starts, row_tokens, [spec is not None for spec in specs], block_size=block_size)
 
 
 def _group(feeds: Sequence[Feed]) -> list[tuple[type[Growth], list[int]]]:
@@ -151,7 +139,7 @@ def _lay_out_frontiers(feeds: Sequence[Feed], fed_slots: Sequence[Sequence[Ints]
         block_size: tokens per KV block.
     """
     num_depths = max(map(len, fed_slots))
-    roots, table = np.array([feed.root for feed in feeds]), pad_block_tables([feed.block_ids for feed in feeds])
+    roots, table = np.array([feed.root for feed in feeds]), block_table_of(feeds)
     for depth in range(1, num_depths + 1):
         active = np.array([i for i, slots in enumerate(fed_slots) if len(slots) >= depth])
         of_depth = [fed_slots[i][depth - 1] for i in active.tolist()]

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titan.core.batch import RaggedBatch, pad_block_tables, prefix_sums
-from titan.core.growth import BeamSpec, Feed, GrowthSpec, ShapeSpec, Worth
+from titan.core.batch import RaggedBatch, prefix_sums
+from titan.core.growth import BeamSpec, Feed, GrowthSpec, ShapeSpec, Worth, block_table_of
 from titan.core.kv_tensor import KVTensor
 from titan.core.trees import DraftTrees, GrowthReport, NodeColumns, allocate_nodes
 from titan.kernels.cpu.compiled import BOOL, FLOAT32, POINTER, CompiledKernels, address
@@ -116,7 +116,7 @@ class CompiledRunner(TorchRunner):
         self.model.config.check_positions(growths["root"] + growths["depth"] - 1)
         (is_sampled, has_scores), max_nodes = np.zeros((2, num_rows), np.bool_), int(growths["max_nodes"].sum())
         is_sampled[rows], has_scores[rows] = growths["is_sampled"], (growths["shape"] == 0) & (growths["max_nodes"] > 0)
-        table, lengths = pad_block_tables([feed.block_ids for feed in feeds]), np.array([len(feed.token_ids) for feed in feeds])
+        table, lengths = block_table_of(feeds), np.array([len(feed.token_ids) for feed in feeds])
         token_ids = np.array([*chain(*(feed.token_ids for feed in feeds))])
         counts, is_chain = np.zeros(num_rows, np.int64), np.ones(num_rows, np.bool_)
         nodes, first_scores, probs, draft_rows = allocate_nodes(max_nodes, None), np.full(num_rows, np.nan, np.float32), None, None

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titan.core.arrays import Ints
+from titan.core.batch import pad_block_tables
 from titan.core.limits import MAX_NODES
 from titan.core.sampling_params import SamplingParams
 from titan.core.trees import Parents, chain_parents, topology
@@ -130,6 +131,14 @@ class Feed(NamedTuple):
     def root(self) -> int:
         """Position of the last token."""
         return self.start + len(self.token_ids) - 1
+
+
+def block_table_of(feeds: Sequence[Feed]) -> Ints:
+    """Return the block tables of some feeds, int64 [len(feeds), any]: the plan's very array if these are its rows in order."""
+    rows, of_plan = [feed.row for feed in feeds], feeds[0].block_table
+    if of_plan is None:
+        return pad_block_tables([feed.block_ids for feed in feeds])
+    return of_plan if rows == [*range(len(of_plan))] else of_plan[rows]
 
 
 class MainPathOrder(NamedTuple):
