@@ -39,10 +39,8 @@ class Pace:
             num_context_tokens: tokens computed before, of all requests.
             most: bound of the result, which is otherwise at least `MIN_PROMPT_TOKENS`.
         """
-        num_rows, plain, drafting = (
-            num_decodes * (1 + self._num_drafts),
-            *(self._rest.predict(num_decodes, n) for n in (0, num_decodes)),
-        )
+        num_rows = num_decodes * (1 + self._num_drafts)
+        plain, drafting = (self._rest.predict(num_decodes, count) for count in (0, num_decodes))
         seconds = self._max_step_s - plain - self._drafting * (drafting - plain)
         is_alternating = self._drafting > 1 / 2
         fitting = bisect_right(
