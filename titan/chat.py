@@ -82,17 +82,18 @@ class ChatTemplate:
             )
         read = [_read_message(i, message) for i, message in enumerate(messages)]
         for message in read:
-            message["content"] = self._as_taken(message["content"])
+            message["content"] = self._as_taken(message["content"], message["role"])
         try:
             return {"prompt": self._apply(read, tokenize=False), "prompt_token_ids": self._apply(read, tokenize=True)}
         except Exception as error:  # a template can raise anything
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise ValueError(f"messages={shown(messages)} cannot be rendered by the chat template: {reason}") from error
 
-    def _as_taken(self, content: str | list[str]) -> str | list[dict[str, str]]:
+    def _as_taken(self, content: str | list[str], role: str) -> str | list[dict[str, str]]:
         if isinstance(content, str):
             return content if self._takes_text else _as_parts([content])
-        return _as_parts(content) if self._takes_parts else "\n".join(content)
+        keeps_parts = self._takes_parts and (role == "user" or not self._takes_text)  # other roles may be rendered in another way
+        return _as_parts(content) if keeps_parts else "\n".join(content)
 
     def _try(self, content: object) -> str:
         try:

@@ -63,10 +63,11 @@ class Costs:
         is_cold = self._count_steps(1, is_drafting=False)
         self.target.age(num_unseen)
         rows, context = load.num_rows, load.num_context_tokens
+        change = 0.0
         if rows == num_requests:  # what prompts take says little of what decodes do
             change = _note_pass(self.target, (rows, context), outcome.target_seconds, is_cold)
-            if self.draft is not None:
-                self.draft.follow(change, self.target.pace, 1 + num_unseen)
+        if self.draft is not None:
+            self.draft.follow(change, self.target.pace, 1 + num_unseen)
         self.host.age(1 + num_unseen)
         if num_requests:
             self._note_host(num_requests, 0, outcome.host_seconds, is_cold)
