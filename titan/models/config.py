@@ -11,7 +11,7 @@ import torch
 
 from titan.core.arrays import Ints
 from titan.core.attention import AttentionSpec, Chunk, LayerSpec, Window, kv_groups
-from titan.core.checks import check_choice, check_integer, shown
+from titan.core.checks import check_choice, check_integer, check_number, shown
 from titan.core.dtypes import RUN_DTYPES
 from titan.core.kv_tensor import KVLayout
 from titan.models.registry import ARCHITECTURES, WHOLE_ROPE, activation_trait
@@ -211,7 +211,9 @@ def num_positions(config: Any, longest: int) -> int:
     for entry in rope_entries(config):
         rope_type, trained = entry.get("rope_type"), entry.get("original_max_position_embeddings") or longest
         if rope_type == "yarn":
-            extended = max(extended, int(trained * (entry.get("factor") or 1)))
+            factor = check_number("factor", entry.get("factor") or 1, low=0, open_low=True)
+            trained = check_number("original_max_position_embeddings", trained, low=1)
+            extended = max(extended, int(trained * factor))
         elif rope_type in ("dynamic", "longrope"):
             limits.append(trained if rope_type == "longrope" else longest)
     return min([check_integer("factor * original_max_position_embeddings", extended, 1, MAX_SIZE), *limits])

@@ -75,9 +75,10 @@ class RowChooser:
 
         It is half of these, or what they want, if that is less; of those that wait only the next one is asked.
         """
-        num_wanted = sum([request.num_uncomputed_tokens if request.block_ids else 1 for request in prefills])
+        chunk = self._options.prefill_chunk_size or most
+        num_wanted = sum([min(request.num_uncomputed_tokens, chunk) if request.block_ids else 1 for request in prefills])
         if self._may_join():
-            num_wanted += self._scheduler.first().num_uncomputed_tokens
+            num_wanted += min(self._scheduler.first().num_uncomputed_tokens, chunk)
         return min(num_wanted, -(-most // 2))
 
     def _chunk(self, request: Request, *, is_shared: bool) -> int:
