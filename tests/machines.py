@@ -39,9 +39,8 @@ class Machine:
             _: StepTimes,
         ) -> None:
             seconds = target(sum(plan.num_tokens) + accepted.trees.num_nodes) / 1e3
-            num_drafts = (
-                accepted.trees.num_nodes > 0 if growth is None else growth.num_passes
-            )  # a drafter without a model takes as long
+            # a drafter without a model takes as long as a pass
+            num_drafts = accepted.trees.num_nodes > 0 if growth is None else growth.num_passes
             of_draft = num_drafts * self.draft_milliseconds / 1e3
             growth = None if growth is None else growth._replace(seconds=of_draft)
             of_review = bool(report.num_rows) * self.draft_milliseconds / 1e3

@@ -43,21 +43,23 @@ class IncrementalDetokenizer:
     def append(self, token_id: int) -> None:
         """Add one output token; ``text`` grows by the characters that are complete."""
         self._token_ids.append(token_id)
-        self._release(hold_incomplete=len(self._token_ids) - self._ends[-1] <= MAX_HELD_TOKENS)
+        is_held = len(self._token_ids) - self._ends[-1] <= MAX_HELD_TOKENS
+        self._release(self._decode(self._token_ids), hold_incomplete=is_held)
 
     def finish(self, token_ids: Sequence[int] = ()) -> None:
         """Add the last output tokens and release the text that is held back."""
-        if token_ids and REPLACEMENT in self._decode(
-            [*self._token_ids, *token_ids]
-        ):  # it may have garbled whole characters beside it
+        all_token_ids = [*self._token_ids, *token_ids]
+        text = self._decode(all_token_ids)
+        if token_ids and REPLACEMENT in text:  # it may have garbled whole characters beside it
             for token_id in token_ids:
                 self.append(token_id)
+            text = self._decode(self._token_ids)
         else:
-            self._token_ids.extend(token_ids)
-        self._release(hold_incomplete=False)
+            self._token_ids = all_token_ids
+        self._release(text, hold_incomplete=False)
 
-    def _release(self, *, hold_incomplete: bool) -> None:
-        text = self._decode(self._token_ids)
+    def _release(self, text: str, *, hold_incomplete: bool) -> None:
+        """Add what is new in the text of all these tokens to the output's."""
         if len(self._token_ids) == self._num_seen or (hold_incomplete and text.endswith(REPLACEMENT)):
             return
         is_text = text.startswith(self._shown)  # else bytes that are no text have garbled the context

@@ -23,6 +23,7 @@ from titan.core.sampling_params import SamplingParams
 from titan.core.terms import RequestTerms
 from titan.detokenizer import IncrementalDetokenizer
 from titan.engine import Engine
+from titan.models.config import end_tokens
 from titan.models.loader import load_tokenizer, resolve_model
 from titan.prompts import Prompt, read_prompt, shown_prompt
 from titan.schedule.admission import check_request, check_token_ids
@@ -46,9 +47,9 @@ class FrontEnd:
         self.tokenizer = tokenizer
         self.loop = StepLoop(engine)
         self._numbers = count()
-        of_text = getattr(tokenizer, "eos_token_id", None)  # what ends an answer, where a config names only what ends a document
-        is_known = of_text is not None and of_text < engine.limits.vocab_size
-        self._eos_token_ids = (*engine.model_config.eos_token_ids, *((of_text,) if is_known else ()))
+        # the tokenizer's ends an answer, where a config names only what ends a document
+        of_text = end_tokens(getattr(tokenizer, "eos_token_id", None), None, engine.limits.vocab_size)
+        self._eos_token_ids = (*engine.model_config.eos_token_ids, *of_text)
 
     def generate(
         self,

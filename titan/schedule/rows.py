@@ -75,10 +75,9 @@ class RowChooser:
 
         It is half of these, or what they want, if that is less; of those that wait only the next one is asked.
         """
-        chunk = self._options.prefill_chunk_size or most
-        num_wanted = sum([min(request.num_uncomputed_tokens, chunk) if request.block_ids else 1 for request in prefills])
+        num_wanted = sum([self._first_chunk(request, most) if request.block_ids else 1 for request in prefills])
         if self._may_join():
-            num_wanted += min(self._scheduler.first().num_uncomputed_tokens, chunk)
+            num_wanted += self._first_chunk(self._scheduler.first(), most)
         return min(num_wanted, -(-most // 2))
 
     def _chunk(self, request: Request, *, is_shared: bool) -> int:
@@ -86,13 +85,13 @@ class RowChooser:
 
         If the budget is shared, a chunk that is not the last leaves half of it: a long prompt must not stall short ones.
         """
-        num_tokens = self._first_chunk(request)
+        num_tokens = self._first_chunk(request, self._prompt_budget)
         is_long = num_tokens < request.num_uncomputed_tokens
         return min(num_tokens, -(-self._prompt_budget // 2)) if is_shared and is_long else num_tokens
 
-    def _first_chunk(self, request: Request) -> int:
-        """Return how many tokens a request that has just started may have."""
-        return min(request.num_uncomputed_tokens, self._options.prefill_chunk_size or self._prompt_budget, self._prompt_budget)
+    def _first_chunk(self, request: Request, budget: int) -> int:
+        """Return how many tokens of a budget a request that has just started may have."""
+        return min(request.num_uncomputed_tokens, self._options.prefill_chunk_size or budget, budget)
 
     def _may_join(self) -> bool:
         return bool(self._scheduler.waiting) and len(self._scheduler.running) < self._options.max_batch_size
@@ -139,7 +138,7 @@ class RowChooser:
             has_memory = scheduler.start(request)
             if not is_delayed:  # else its KV arrives beside this step's passes, or with later ones
                 self._kv.await_copies()
-                num_tokens = self._first_chunk(request)
+                num_tokens = self._first_chunk(request, self._prompt_budget)
                 num_drafts = self._num_drafts(request, num_tokens)
                 is_reserved = self._kv.reserve(request, request.num_computed_tokens + num_tokens + num_drafts)
                 is_alone = len(scheduler.running) == 1
