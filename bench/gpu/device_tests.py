@@ -21,7 +21,10 @@ from titan.bench.gpu.sections import Figures, Section, Setting, Task
 ROOT = Path(__file__).resolve().parents[2]
 FULL = (
     ("tests/kernels", "tests/draft", "tests/test_cuda.py", "tests/test_cuda_graphs.py", "tests/test_device_trees.py"),
-    ("[triton", "test_tree_attention", "test_attention_planner", "test_cuda_graphs", "test_device_trees"),
+    (
+        *("[triton", "test_conformance", "test_tree_attention", "test_attention_planner", "test_short_weights"),
+        *("test_draft_weight_bits", "test_triton_chains", "test_cuda_graphs", "test_device_trees"),
+    ),
 )
 """Files, and words in the names of tests that run Triton kernels: on a CUDA device if there is one, or in the interpreter."""
 TINY = ("tests/kernels/test_conformance_cache.py",), ("[triton",)
@@ -36,8 +39,12 @@ class Plugin:
         self._reports: list[Any] = []
 
     def find(self, files: Sequence[str]) -> list[Any]:
-        """Find the tests of some files; pytest stays in a thread, that they can be run, for as long as this process lives."""
-        options = ["-q", f"--rootdir={ROOT}", f"--config-file={ROOT}/pyproject.toml", "-p", "no:cacheprovider", "-W", "default"]
+        """Find the tests of some files; pytest stays in a thread, that they can be run, for as long as this process lives.
+
+        Those that take long in the interpreter are among them. Of warnings, only a drafter's that it has failed is a failure.
+        """
+        options = ["-q", f"--rootdir={ROOT}", f"--config-file={ROOT}/pyproject.toml", "-p", "no:cacheprovider"]
+        options += ["-m", "long or not models", "-W", "default", "-W", "error:the drafter:RuntimeWarning"]
         arguments = [*options, "--continue-on-collection-errors", *(str(ROOT / each) for each in files)]
 
         def run_pytest() -> None:

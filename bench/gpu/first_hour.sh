@@ -97,7 +97,7 @@ END
 }
 
 sanitize() { # illegal accesses and the like; without PyTorch's cache, memory behind an allocation is nobody's
-    local tool=(compute-sanitizer --tool memcheck --error-exitcode 9) select="[triton and not real_vocabulary"
+    local tool=(compute-sanitizer --tool memcheck --error-exitcode 9) select="(test_short_weights or [triton) and not real_vocabulary"
     if ! command -v compute-sanitizer >/dev/null; then
         echo "== memcheck: there is no compute-sanitizer"
         [[ $tiny ]] || return
@@ -107,7 +107,7 @@ sanitize() { # illegal accesses and the like; without PyTorch's cache, memory be
     part memcheck "$(left 3)" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 ${tool[@]+"${tool[@]}"} \
         "$PYTHON" -m pytest -v --no-header -p no:cacheprovider -W default \
         -m "not cuda" -k "$select or test_output_is_that_of_the_twin and not [triton" tests/kernels/test_tree_attention.py \
-        tests/kernels/test_conformance_{cache,trees,sampling}.py
+        tests/kernels/test_short_weights.py tests/kernels/test_conformance_{cache,trees,sampling,layers}.py
 }
 
 run_call() {
