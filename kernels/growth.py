@@ -14,7 +14,6 @@ from itertools import chain
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -45,12 +44,25 @@ def grow_by_passes(
         vocab_size: of the trees.
         block_size: tokens per KV block.
     """
-    passes = TimedPasses(forward, is_timed=backend.is_host)
-    root_logits = passes.run(root_batch(feeds, block_size))
+    num_rows_of_passes, seconds = list[int](), 0.0
+
+    def run(batch: RaggedBatch) -> Tensor:
+        nonlocal seconds
+        start = time.perf_counter()
+        logits = forward(batch)
+        seconds += time.perf_counter() - start
+        num_rows_of_passes.append(len(batch.token_ids))
+        return logits
+
+    def report() -> GrowthReport:
+        passes = len(num_rows_of_passes), sum(num_rows_of_passes)
+        return GrowthReport(*passes, seconds if backend.is_host else None, first_scores)  # other devices compute beside the host
+
+    root_logits = run(root_batch(feeds, block_size))
     growing = [feed for feed in feeds if feed.spec is not None]
     first_scores = np.full(num_rows, np.nan, np.float32)
     if not growing:
-        return replace(DraftTrees.empty(num_rows, backend.device), growth=passes.report(first_scores))
+        return replace(DraftTrees.empty(num_rows, backend.device), growth=report())
     draft_vocab_size = root_logits.shape[-1]
     root_logits, groups = of_vocabulary(root_logits, vocab_size), _group(growing)
     growths: list[Growth] = []
@@ -68,7 +80,7 @@ def grow_by_passes(
         # a shape may have more children than the draft has tokens
         fed = _cat(token_ids).clamp(max=draft_vocab_size - 1) if vocab_size > draft_vocab_size else _cat(token_ids)
         batch = replace(layout, nodes=NodeQueries(layout.logits_start_loc, fed, _cat(bits), None))
-        of_growths = of_vocabulary(passes.run(batch), vocab_size).split([len(each) for each in token_ids])
+        of_growths = of_vocabulary(run(batch), vocab_size).split([len(each) for each in token_ids])
         for growth, logits in zip(active, of_growths, strict=True):
             growth.extend(depth, logits)
     trees = backend.trees.select([growth.candidates() for growth in growths], num_rows)
@@ -77,34 +89,13 @@ def grow_by_passes(
         for growth in growths:
             if isinstance(growth, BeamGrowth):
                 first_scores[growth.rows] = growth.first_scores.numpy()
-    return replace(trees, growth=passes.report(first_scores))
+    return replace(trees, growth=report())
 
 
 def of_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
     """Pad logits with -inf for tokens that the draft lacks, or cut those of tokens that are not proposed: [any, vocab_size]."""
     num_missing = vocab_size - logits.shape[-1]
-    return pad(logits, (0, num_missing), value=float("-inf")) if num_missing else logits
-
-
-class TimedPasses:
-    """Runs passes, and times them where they end when they return: not on a device that computes beside the host."""
-
-    def __init__(self, forward: Forward, *, is_timed: bool) -> None:
-        self._forward, self._is_timed = forward, is_timed
-        self._num_passes = self._num_rows = 0
-        self._seconds = 0.0
-
-    def run(self, batch: RaggedBatch) -> Tensor:
-        """Run one pass."""
-        start = time.perf_counter()
-        logits = self._forward(batch)
-        self._seconds += time.perf_counter() - start
-        self._num_passes, self._num_rows = self._num_passes + 1, self._num_rows + len(batch.token_ids)
-        return logits
-
-    def report(self, first_scores: NDArray[np.float32]) -> GrowthReport:
-        """Return what the passes took."""
-        return GrowthReport(self._num_passes, self._num_rows, self._seconds if self._is_timed else None, first_scores)
+    return pad(logits, (0, num_missing), value=float("-inf")) if num_missing > 0 else logits[..., :vocab_size]
 
 
 def root_batch(feeds: Sequence[Feed], block_size: int) -> RaggedBatch:

@@ -113,7 +113,7 @@ class Device(TritonBackend):
         if len(arrays) >= NUM_COLUMNS:
             _, parents, *_, draft_slots = arrays[-NUM_COLUMNS:]
             parents[:], draft_slots[:] = -1, np.arange(len(draft_slots)) % 2
-        if len(arrays) != NUM_COLUMNS:
+        if len(arrays) != NUM_COLUMNS and arrays[0].ndim == 2:  # not of a review
             paths = arrays[0]
             paths[:], paths[:, 0] = -1, np.where(self._has_second, 1, -1)
         return arrays
@@ -183,11 +183,12 @@ def one_layer_of(zoo: Zoo, name: str) -> DecoderConfig:
     return replace(config, layers=config.layers[:1], ropes=config.ropes[:1])
 
 
-def make_meta_engine(zoo: Zoo, device: Device, name: str = "llama", draft_vocab_size: int = 0, **options: Any) -> Engine:
+def make_meta_engine(
+    zoo: Zoo, device: Device, name: str = "llama", vocab_size: int = VOCAB_SIZE, draft_vocab_size: int | None = None, **options: Any
+) -> Engine:
     """A target and a draft without weights."""
-    configs = [one_layer_of(zoo, each) for each in (name, f"{name}~")]
-    if draft_vocab_size:
-        configs[1] = replace(configs[1], vocab_size=draft_vocab_size)
+    sizes = vocab_size, draft_vocab_size or vocab_size
+    configs = [replace(one_layer_of(zoo, each), vocab_size=size) for each, size in zip((name, f"{name}~"), sizes, strict=True)]
     dtypes = torch.bfloat16, options.pop("draft_dtype", torch.bfloat16)
     target, draft = (Decoder(config, dtype=dtype, backend=device) for config, dtype in zip(configs, dtypes, strict=True))
     target.prepare()
@@ -298,7 +299,10 @@ class Kernels:
         free, kinds = kernel.kwargs.get("do_not_specialize") or (), list[Any]()
         for name, each in zip(kernel.arg_names, args, strict=False):
             is_number = isinstance(each, int) and name not in free
-            kinds.append(each.dtype if isinstance(each, Tensor) else (each == 1, each % 16 == 0) if is_number else type(each))
+            if isinstance(each, Tensor):
+                kinds.append((each.dtype, each.data_ptr() % 16 == 0))
+            else:
+                kinds.append((each == 1, each % 16 == 0) if is_number else type(each))
         self.found.add((kernel.fn.__name__, *kinds, *sorted(options.items())))
 
 
@@ -309,6 +313,7 @@ SERVED: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"draft_tree": "dynamic", "draft_sampling": "greedy", "max_draft_tokens": 32, "prefill_chunk_size": 40}),
     ("llama", {"draft_tree": [-1, -1, 0, 0, 1], "max_draft_tokens": 5, "draft_dtype": torch.float16}),
     *(("llama", {"draft_tree": "dynamic", "draft_vocab_size": size}) for size in (VOCAB_SIZE - 5, VOCAB_SIZE + 3)),
+    ("llama", {"draft_tree": "dynamic", "draft_sampling": "auto", "vocab_size": 91}),  # rows begin at any address
     ("llama", {"speculation": "off"}),
     ("qwen3", {"draft_tree": "chain", "draft_sampling": "greedy"}),  # with as many KV heads as query heads
     ("llama", {"draft_tree": "dynamic", "draft_vocab_size": 91, "draft_weight_bits": 8, "max_batch_size": 8}),  # a head of its own
@@ -326,7 +331,10 @@ def test_nothing_is_compiled_or_recorded_while_an_engine_serves(
     zoo: Zoo,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Batches that grow and shrink, sampled and greedy, with chunks, replayed or not, and without; none before them is counted."""
+    """Batches that grow and shrink, sampled and greedy, with chunks, replayed or not, and without; none before them is counted.
+
+    One request drafts nothing, and is reviewed.
+    """
     kernels, captures = Kernels(), list[object]()
     monkeypatch.setattr(type(_walk_kernel), "run", lambda kernel, *args, **options: kernels.run(kernel, *args, **options))
     monkeypatch.setattr("titan.kernels.triton.cuda_graphs.CHUNKED_TOKENS", chunked_tokens)
@@ -337,8 +345,11 @@ def test_nothing_is_compiled_or_recorded_while_an_engine_serves(
     kernels.found.clear()
     params = [SamplingParams(temperature=0.7 * (i % 3), top_k=5 * (i % 2), max_tokens=4 + i, ignore_eos=True) for i in range(20)]
     params[-1] = replace(params[-1], presence_penalty=0.5)  # the longest: with it, all logits are float32
-    submit(engine, [[5] * (1 + 3 * i) for i in range(20)], params)
+    params[-2] = replace(params[-2], use_speculative=False)
+    *_, reviewed, _ = submit(engine, [[5] * (1 + 3 * i) for i in range(20)], params)
     while engine.scheduler.has_unfinished:
         engine.step()
+        if reviewed.num_output_tokens == 3 and isinstance(engine.drafter, DraftModelDrafter):
+            assert engine.drafter.review([reviewed]).num_rows > 3
     assert kernels.found <= warm and len(kernels.found) > 9
     assert len(captures) == num_captures and min(engine.passes.num_replayed, engine.passes.num_eager) > 0

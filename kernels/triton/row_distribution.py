@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from titan.kernels.triton.tools import FLOAT_DTYPES, require, require_launchable
+from titan.kernels.triton.upload import ALIGNMENT
 
 CHUNK = 4096
 """Tokens that a program processes together."""
@@ -424,18 +425,22 @@ def _cut_rows_kernel(
     tl.store(chunk_masses_ptr + entries, masses, mask=chunks < NUM_CHUNKS)
 
 
-def require_logits(logits: Tensor) -> tuple[int, int]:
-    """Return rows and vocabulary of logits; their rows may be strided.
+def checked_logits(logits: Tensor) -> Tensor:
+    """Return logits that kernels take, whose rows may be strided.
+
+    Kernels are compiled for whether 16 divides the address and the stride. Logits of one vocabulary are alike in that: others are
+    copied.
 
     Raises:
         ValueError: logits of another shape, dtype or device than kernels take, or an empty vocabulary.
     """
     require_launchable("logits", logits.device)
     require("logits", logits, shape=(None, None), dtypes=FLOAT_DTYPES, device=logits.device, contiguous=False)
-    num_rows, vocab_size = logits.shape
+    vocab_size = logits.shape[1]
     if vocab_size == 0:
         raise ValueError(f"logits has shape {list(logits.shape)}: there must be at least one token")
-    return num_rows, vocab_size
+    is_alike = (logits.stride(0) % ALIGNMENT == 0) == (vocab_size % ALIGNMENT == 0) and logits.data_ptr() % ALIGNMENT == 0
+    return logits if is_alike else logits.new_empty(logits.shape).copy_(logits)
 
 
 def row_distributions(logits: Tensor, *, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> RowDistributions:
@@ -453,7 +458,8 @@ def row_distributions(logits: Tensor, *, temperature: Tensor, top_k: Tensor, top
     Raises:
         ValueError: a tensor of the wrong shape, dtype, strides or device, or an empty vocabulary.
     """
-    device, (num_rows, vocab_size) = logits.device, require_logits(logits)
+    logits = checked_logits(logits)
+    device, (num_rows, vocab_size) = logits.device, logits.shape
     for name, values in {"temperature": temperature, "top_p": top_p, "min_p": min_p}.items():
         require(name, values, shape=(num_rows,), dtypes=(torch.float32,), device=device)
     require("top_k", top_k, shape=(num_rows,), dtypes=(torch.int32,), device=device)

@@ -15,7 +15,7 @@ from titan.core.kv_tensor import KVTensor
 from titan.core.trees import DraftTrees
 from titan.kernels.growth import grow_by_passes, of_vocabulary
 from titan.kernels.interfaces import Backend, Model, PassCounts, PassLimits, WarmUp
-from titan.kernels.triton.attention_plan import MAX_REQUESTS, AttentionGeometry
+from titan.kernels.triton.attention_plan import AttentionGeometry
 from titan.kernels.triton.cuda_graphs import Capture, GraphSizes, PassSize, Replays
 from titan.kernels.triton.draft_chain import DraftChains
 from titan.kernels.triton.pass_inputs import BlockTables, StaticInputs, short_query_len, size_of, upload_inputs, upload_rows
@@ -41,7 +41,7 @@ class TritonRunner:
         capture: records passes.
 
     Raises:
-        ValueError: attention heads, a block size or a number of requests that the kernels do not support.
+        ValueError: attention heads or a block size that the kernels do not support.
     """
 
     def __init__(
@@ -54,8 +54,6 @@ class TritonRunner:
         counts: PassCounts,
         capture: Capture,
     ) -> None:
-        if limits.num_requests > MAX_REQUESTS:
-            raise ValueError(f"{limits.num_requests} requests in a batch are too many: the Triton kernels take {MAX_REQUESTS}")
         self.backend = backend
         self.model = model
         self.kv = kv
@@ -102,12 +100,10 @@ class TritonRunner:
         """
         idle = partial(idle_batch, block_size=self.kv.block_size)
         sizes = self._sizes.without_chunks()
-        passes: list[WarmUp] = [partial(self._padded_logits, idle([1]), size) for size in sizes[:1]]
+        passes: list[WarmUp] = [partial(self._padded_logits, idle([1]), size, specs, vocab_size) for size in sizes[:1]]
         passes += [partial(self._padded_hidden_states, idle([1]), size) for size in sizes[1:]]
         if specs:
             passes += self._chains.warm_up(specs, vocab_size)
-            counts = {spec.num_children for spec in specs if isinstance(spec, BeamSpec)}
-            passes += [partial(self._choose_idly, counts, vocab_size)]
         passes += [partial(self._warm_up_chunks, idle([1]), size) for size in self._sizes.with_chunks()]
         most, query_lens = self._sizes.request_counts[-1], self._query_lens_of_tiles()
         chunk = max(self._max_query_len, *query_lens) + 1  # longer than the query beside it, or it would not count as a chunk
@@ -130,20 +126,20 @@ class TritonRunner:
         if not self._replays.lacks(size):
             self._padded_hidden_states(batch, size)
 
-    def _padded_logits(self, batch: RaggedBatch, size: PassSize) -> None:
-        """Run a pass, and the output head, which is not part of its graph, for as many rows as products are compiled for."""
+    def _padded_logits(self, batch: RaggedBatch, size: PassSize, specs: Sequence[GrowthSpec], vocab_size: int) -> None:
+        """Run a pass, and the output head, which is not part of its graph, for as many rows as products are compiled for.
+
+        With specs, choose children of nodes as growth does that is no graph, as many as beams have, and as reviews do.
+        """
         hidden = self._padded_hidden_states(batch, size)
         for rows in TILINGS:
-            self.model.logits(hidden[:rows])
-
-    def _choose_idly(self, counts: set[int], vocab_size: int) -> None:
-        """Choose children of nodes as growth does that is no graph, so many of a beam's, and as reviews do."""
-        config, device = self.model.config, self.backend.device
-        temperatures = torch.ones(2, device=device)
-        logits = torch.zeros(2, config.vocab_size, dtype=self.model.dtype, device=device)
+            logits = self.model.logits(hidden[:rows])
+        if not specs:
+            return
+        temperatures = torch.ones(len(logits), device=self.backend.device)
         self.backend.sampling.top_candidates(logits[:, :vocab_size], 1, temperatures)
         logits = of_vocabulary(logits, vocab_size)
-        for count in sorted(counts):
+        for count in {spec.num_children for spec in specs if isinstance(spec, BeamSpec)}:
             self.backend.sampling.top_candidates(logits, count, temperatures)
         choose_idle_children(self.backend, logits)
 

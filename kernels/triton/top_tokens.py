@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan.kernels.triton.row_distribution import CHUNK, is_finite, key_of, load_logits, logit_of, require_logits
+from titan.kernels.triton.row_distribution import CHUNK, checked_logits, is_finite, key_of, load_logits, logit_of
 from titan.kernels.triton.tools import require
 
 TAKEN = tl.constexpr(-(2**31))
@@ -135,7 +135,8 @@ def top_candidates(logits: Tensor, count: int, temperatures: Tensor) -> tuple[Te
 
 def _tops(logits: Tensor, count: int, temperatures: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return the tokens, [R, count], and, given temperatures, their log-probabilities."""
-    device, (num_rows, vocab_size) = logits.device, require_logits(logits)
+    logits = checked_logits(logits)
+    device, (num_rows, vocab_size) = logits.device, logits.shape
     num_chunks, has_logprobs = triton.cdiv(vocab_size, CHUNK), temperatures is not None
     if temperatures is not None:
         require("temperatures", temperatures, shape=(num_rows,), dtypes=(torch.float32,), device=device)
