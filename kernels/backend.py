@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
 
 from titan.kernels.cpu.compiled import CompiledKernels
@@ -39,13 +41,14 @@ def choose_backend(device: torch.device, num_threads: int | None = None) -> Back
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device called ``name``, a CUDA device with its index; "auto" is CUDA if available.
+    """Return the device called ``name``, a CUDA device with its index; "auto" is CUDA if available, with Triton.
 
     Raises:
-        ValueError: the device is unknown or absent.
+        ValueError: the device is unknown or absent, or is a CUDA device without Triton.
     """
+    has_triton = find_spec("triton") is not None
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if has_triton and torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -54,6 +57,8 @@ def choose_device(name: str) -> torch.device:
         raise ValueError(f"device={name!r} is not supported: allowed are 'auto', 'cpu', 'cuda', 'cuda:N'")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device={name!r} is not here: {torch.cuda.device_count()} CUDA devices were found")
+    if device.type == "cuda" and not has_triton:
+        raise ValueError(f"device={name!r} is not possible: the package triton is not installed; device='cpu' runs without")
     if name == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return device

@@ -55,7 +55,8 @@ class TorchCache:
                     _discard(old)
 
     def host_blocks(self, kv: KVTensor, num_blocks: int) -> list[Tensor]:
-        return [torch.zeros(host_shape(group, num_blocks), dtype=group.dtype) for group in kv.groups]
+        # blocks first, so that each is one piece of memory
+        return [torch.zeros(num_blocks, group.shape[0], *group.shape[2:], dtype=group.dtype) for group in kv.groups]
 
     def copy_out(self, kv: KVTensor, host: Sequence[Tensor], sources: Ints, targets: Ints) -> None:
         for group, blocks in zip(kv.groups, host, strict=True):
@@ -78,11 +79,6 @@ def _discard(tensor: Tensor) -> None:
         end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if end > first:
             ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
-
-
-def host_shape(group: Tensor, num_blocks: int) -> tuple[int, ...]:
-    """Return the shape of this many blocks of a group on the host: blocks first, so that each is one piece of memory."""
-    return num_blocks, group.shape[0], *group.shape[2:]
 
 
 def runs(sources: Ints, targets: Ints) -> Iterator[tuple[slice, slice]]:

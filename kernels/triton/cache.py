@@ -15,7 +15,7 @@ from torch import Tensor
 from titan.core.arrays import Ints
 from titan.core.kv_tensor import KVTensor
 from titan.core.trees import Upload
-from titan.kernels.torch.cache import TorchCache, host_shape, runs
+from titan.kernels.torch.cache import TorchCache, runs
 from titan.kernels.triton.streams import StreamOwner, own_stream
 
 STAGED_BYTES = 64 * 2**20
@@ -52,7 +52,7 @@ class CudaCache(TorchCache):
         return self._owner.stream
 
     def host_blocks(self, kv: KVTensor, num_blocks: int) -> list[Tensor]:
-        return [page_locked(torch.zeros(host_shape(group, num_blocks), dtype=group.dtype), self._device) for group in kv.groups]
+        return [page_locked(each, self._device) for each in super().host_blocks(kv, num_blocks)]
 
     def copy_out(self, kv: KVTensor, host: Sequence[Tensor], sources: Ints, targets: Ints) -> None:
         self.await_copies()  # one of the blocks may have been copied in just now
