@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from titan.core.arrays import Flags, Ints
-from titan.core.attention import AttentionSpec, Window
+from titan.core.attention import AttentionSpec
 from titan.core.batch import RaggedBatch
 from titan.core.growth import Feed, GrowthSpec
 from titan.core.kv_tensor import KVLayout, KVTensor
@@ -47,19 +47,14 @@ class LayerOps(Protocol):
         With 8 ``bits``, where `packs_8_bits`, its numbers are rounded to 3 bits of mantissa; it may be overwritten.
         """
 
-    def look_up(self, token_ids: Tensor, embedding: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    def look_up(self, token_ids: Tensor, embedding: Tensor, size: int) -> Tensor:
         """Return rows of an embedding of ``size`` dimensions, packed or plain: int64 [T] -> [T, size]."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute ``x @ weight.T + bias`` with a packed or plain weight: [rows, in_features] -> [rows, out_features]."""
 
-    def plan_attention(self, layout: Any, windows: Sequence[Window]) -> Any:
-        """Prepare `tree_attention` for a pass, once for all layers.
-
-        Args:
-            layout: the attention layout that this back end's runner passes to a model.
-            windows: the distinct windows of the layers.
-        """
+    def plan_attention(self, layout: Any) -> Any:
+        """Prepare `tree_attention` for a pass, once for all layers, from the layout that the runner passes to a model."""
 
     def tree_attention(self, q: Tensor, kv_layer: Tensor, plan: Any, spec: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
         """Attend from every query token to the slots it sees.
@@ -70,7 +65,7 @@ class LayerOps(Protocol):
                 those of the query tokens are already written, and read as they were written. [1, ...]: values are the first
                 numbers of keys.
             plan: from `plan_attention`.
-            spec: of the layer, with one of the windows planned for.
+            spec: of the layer.
             sinks: float32 [H], a score of each head besides those of its keys, which adds nothing to its output (gpt-oss).
 
         Returns:

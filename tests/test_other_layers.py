@@ -64,7 +64,7 @@ class OtherModel:
         ]
 
     def hidden_states(self, inputs: PassInputs, kv: KVTensor) -> Tensor:
-        plan = self.ops.plan_attention(inputs.attention, list({layer.attention.window for layer in LAYERS}))
+        plan = self.ops.plan_attention(inputs.attention)
         x = self.embedding[inputs.token_ids] + self.places[inputs.positions]
         for layer, weights, kv_layer in zip(LAYERS, self.weights, kv.layers, strict=True):
             normed = F.rms_norm(x, (HIDDEN_SIZE,))

@@ -53,7 +53,7 @@ def chunks(num_slots: int) -> Iterator[int]:
 def microseconds_and_parts(case: Case, chunk: int | None) -> tuple[float, float]:
     """Return the time of a layer, and the parts of each request, split into chunks of this length or as planned."""
     geometry, num_requests = case.shape.geometry, len(case.shape.contexts)
-    plan = TreeAttentionPlan(case.layout, (None,), chunk)
+    plan = TreeAttentionPlan(case.layout, chunk)
     launch = plan.launches(geometry, None)[0]
     seconds = seconds_per_layer(case, lambda layer: tree_attention(case.q[layer], case.kv[layer], plan, AttentionSpec(case.scale)))
     return 1e6 * seconds, int(launch.counts[0]) / num_requests

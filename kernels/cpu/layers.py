@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan.core.attention import AttentionSpec, Window
+from titan.core.attention import AttentionSpec
 from titan.core.batch import AttentionLayout
 from titan.kernels.cpu.compiled import FLOAT, INT, POINTER, CompiledKernels
 from titan.kernels.cpu.structs import LayerStruct, PlanStruct, SpecStruct, kv_struct, plan_struct, spec_struct
@@ -47,14 +46,13 @@ class CompiledOps(TorchOps):
             round_to_8_bits(weight)
         return pack_weight(weight, self._kernels)
 
-    def look_up(self, token_ids: Tensor, embedding: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    def look_up(self, token_ids: Tensor, embedding: Tensor, size: int) -> Tensor:
         if not is_packed(embedding):
             return F.embedding(token_ids, embedding)
-        assert dtype == self._dtype
         token_ids = token_ids.contiguous()
         if not 0 <= int(token_ids.min()) <= int(token_ids.max()) < len(embedding):
             raise IndexError(f"tokens {int(token_ids.min())} to {int(token_ids.max())} are not allowed: there are {len(embedding)}")
-        struct, output = weight_struct(embedding, None, size), torch.empty(len(token_ids), size, dtype=dtype)
+        struct, output = weight_struct(embedding, None, size), torch.empty(len(token_ids), size, dtype=self._dtype)
         self._look_up(ctypes.addressof(struct), token_ids.data_ptr(), len(token_ids), output.data_ptr())
         return output
 
@@ -67,7 +65,7 @@ class CompiledOps(TorchOps):
         self._multiply(ctypes.addressof(struct), x.data_ptr(), len(x), None, output.data_ptr())
         return output
 
-    def plan_attention(self, layout: AttentionLayout, windows: Sequence[Window]) -> PlanStruct:
+    def plan_attention(self, layout: AttentionLayout) -> PlanStruct:
         return plan_struct(layout)
 
     def tree_attention(

@@ -6,9 +6,6 @@ may hold anything.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,37 +15,32 @@ from titan.core.batch import AttentionLayout
 from titan.kernels.torch.quantised_kv import dequantise
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class RequestQuery:
-    """What the query tokens of one request see, the same for all layers."""
-
-    rows: slice  # of T
-    block_ids: Tensor  # int64 [blocks]
-    seq_len: int
-    visible: Mapping[Window, Tensor | None]  # bool [query, seq_len]; None: plain causal; the queries are the whole sequence
-
-
-def plan_requests(layout: AttentionLayout, windows: Sequence[Window], device: torch.device) -> list[RequestQuery]:
-    """Plan the attention of the requests of a batch.
+    """What the query tokens of one request see, the same for all layers of a window.
 
     Args:
-        layout: the batch.
-        windows: distinct windows of the layers.
+        layout: of the batch.
+        index: of the request.
         device: of the model.
     """
-    planned = []
-    for i in range(len(layout.seq_lens)):
-        first, last, seq_len = (int(n) for n in (layout.query_start_loc[i], layout.query_start_loc[i + 1], layout.seq_lens[i]))
-        is_causal = last - first == seq_len and not layout.ancestor_bits[first:last].any()
-        visible = {
-            window: None
-            if is_causal and (window is None or (window.size if isinstance(window, Chunk) else window) >= seq_len)
-            else torch.from_numpy(visible_slots(layout, i, window)).to(device)
-            for window in windows
-        }
-        block_ids = torch.from_numpy(layout.block_table[i, : -(-seq_len // layout.block_size)]).to(device)
-        planned.append(RequestQuery(slice(first, last), block_ids, seq_len, visible))
-    return planned
+
+    def __init__(self, layout: AttentionLayout, index: int, device: torch.device) -> None:
+        first, last = layout.query_start_loc[index : index + 2].tolist()
+        self.rows, self.seq_len = slice(first, last), int(layout.seq_lens[index])  # rows of T
+        blocks = layout.block_table[index, : -(-self.seq_len // layout.block_size)]
+        self.block_ids = torch.from_numpy(blocks).to(device)  # int64 [blocks]
+        self._layout, self._index, self._device = layout, index, device
+        self._is_causal = last - first == self.seq_len and not layout.ancestor_bits[first:last].any()
+        self._visible: dict[Window, Tensor | None] = {}
+
+    def visible(self, window: Window) -> Tensor | None:
+        """Return what each query sees, bool [query, seq_len]; ``None``: it is causal, and the queries are the whole sequence."""
+        if window not in self._visible:
+            length = self.seq_len if window is None else window.size if isinstance(window, Chunk) else window
+            is_plain = self._is_causal and length >= self.seq_len
+            visible = None if is_plain else torch.from_numpy(visible_slots(self._layout, self._index, window)).to(self._device)
+            self._visible[window] = visible
+        return self._visible[window]
 
 
 def attend(q: Tensor, kv_layer: Tensor, query: RequestQuery, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
@@ -57,8 +49,8 @@ def attend(q: Tensor, kv_layer: Tensor, query: RequestQuery, spec: AttentionSpec
     Args:
         q: [query, num_heads, head_dim].
         kv_layer: [2, num_kv_heads, num_blocks, block_size, head_dim], or quantised; [1, ...] without a plane of values.
-        query: from `plan_requests`.
-        spec: of the layer, with one of the windows planned for.
+        query: of the request.
+        spec: of the layer.
         sinks: float32 [num_heads].
 
     Returns:
@@ -69,7 +61,7 @@ def attend(q: Tensor, kv_layer: Tensor, query: RequestQuery, spec: AttentionSpec
     if blocks.dtype == torch.int8:
         blocks = dequantise(blocks, head_dim, q.dtype)
     kv = blocks.view(-1, 1, num_kv_heads, blocks.shape[2] * blocks.shape[3], head_dim)[:, :, :, : query.seq_len]
-    keys, values, visible = kv[0], kv[-1][..., : spec.value_dim], query.visible[spec.window]
+    keys, values, visible = kv[0], kv[-1][..., : spec.value_dim], query.visible(spec.window)
     if spec.softcap is None and sinks is None:
         output = F.scaled_dot_product_attention(
             q.transpose(0, 1)[None],

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan.core.attention import AttentionSpec, Window
-from titan.core.batch import AttentionLayout
+from titan.core.attention import AttentionSpec
 from titan.core.kv_tensor import kv_planes
 from titan.kernels.interfaces import TokenPlaces
-from titan.kernels.torch.attention import attend, plan_requests
+from titan.kernels.torch.attention import RequestQuery, attend
 from titan.kernels.torch.quantised_kv import quantise
 
 
@@ -34,14 +32,14 @@ class TorchOps:
     def pack(self, weight: Tensor, bits: int | None = None) -> Tensor:
         return weight
 
-    def look_up(self, token_ids: Tensor, embedding: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    def look_up(self, token_ids: Tensor, embedding: Tensor, size: int) -> Tensor:
         return F.embedding(token_ids, embedding)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
 
-    def plan_attention(self, layout: AttentionLayout, windows: Sequence[Window]) -> Any:
-        return plan_requests(layout, windows, self.device)
+    def plan_attention(self, layout: Any) -> Any:
+        return [RequestQuery(layout, i, self.device) for i in range(len(layout.seq_lens))]
 
     def tree_attention(self, q: Tensor, kv_layer: Tensor, plan: Any, spec: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
         return torch.cat([attend(q[query.rows], kv_layer, query, spec, sinks) for query in plan])

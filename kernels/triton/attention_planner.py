@@ -37,8 +37,6 @@ from titan.kernels.triton.attention_plan import (
 from titan.kernels.triton.tools import require, require_launchable
 from titan.kernels.triton.tuning import TileConfig, num_multiprocessors
 
-MAX_TREE_NODES = MAX_NODES + 1
-
 PARTS_PER_RUNNING_PROGRAM = 8
 """Most parts of split tiles per program that runs at a time: the tiles of up to four rounds of programs can be halved, so that the
 last round leaves less of the device idle. On 132 multiprocessors the parts of a launch take at most 66 MiB for values of 128
@@ -230,7 +228,6 @@ class TreeAttentionPlan:
 
     Args:
         layout: of the batch.
-        windows: distinct windows of the layers.
         fixed_chunk: split contexts into chunks of this many slots, whatever the batch, so that a request's output does not depend
             on the others, bit for bit, for the same ``short_query_len``. Room for all parts is allocated in advance.
 
@@ -238,11 +235,10 @@ class TreeAttentionPlan:
         ValueError: names the argument, its value and what is allowed.
     """
 
-    def __init__(self, layout: DeviceLayout, windows: Sequence[Window] = (None,), fixed_chunk: int | None = None) -> None:
+    def __init__(self, layout: DeviceLayout, fixed_chunk: int | None = None) -> None:
         _check_layout(layout)
-        _check_numbers(layout, windows, fixed_chunk)
+        _check_numbers(layout, fixed_chunk)
         self.layout = layout
-        self.windows = windows
         self._fixed_chunk = fixed_chunk
         self._launches: dict[tuple[AttentionGeometry, Window], list[TileLaunch]] = {}
 
@@ -250,10 +246,8 @@ class TreeAttentionPlan:
         """Return the launches of layers: verification tiles, then those of prefill chunks if there are any.
 
         Raises:
-            ValueError: more query rows than can be counted, or a window that was not announced.
+            ValueError: more query rows than can be counted, or a window that is not positive or too long.
         """
-        if window not in self.windows:
-            raise ValueError(f"window is {window}: the plan was made for {', '.join(map(str, self.windows))}")
         if (geometry, window) not in self._launches:
             self._launches[geometry, window] = self._plan(geometry, window)
         return self._launches[geometry, window]
@@ -263,6 +257,8 @@ class TreeAttentionPlan:
         num_tokens, num_requests = len(layout.positions), len(layout.seq_lens)
         if num_tokens * geometry.num_heads >= 2**31:
             raise ValueError(f"positions has {num_tokens} tokens: with {geometry.num_heads} heads there must be 1 to 2**31 rows")
+        if window is not None and not 1 <= window_length(window) <= MAX_WINDOW:
+            raise ValueError(f"window is {window}: it must be None or from 1 to {MAX_WINDOW}")
         device, short_query_len = layout.seq_lens.device, layout.short_query_len
         max_slots = layout.block_table.shape[1] * layout.block_size
         max_query_len = min(layout.max_query_len, num_tokens)
@@ -293,7 +289,7 @@ def _check_layout(layout: DeviceLayout) -> None:
     require("ancestor_bits", layout.ancestor_bits, shape=(num_tokens,), dtypes=(torch.int64,), device=device)
 
 
-def _check_numbers(layout: DeviceLayout, windows: Sequence[Window], fixed_chunk: int | None) -> None:
+def _check_numbers(layout: DeviceLayout, fixed_chunk: int | None) -> None:
     num_requests, num_tokens = len(layout.seq_lens), len(layout.positions)
     max_slots = layout.block_table.shape[1] * layout.block_size
     if not 1 <= num_requests <= MAX_REQUESTS:
@@ -305,11 +301,6 @@ def _check_numbers(layout: DeviceLayout, windows: Sequence[Window], fixed_chunk:
     for name in ("short_query_len", "max_query_len"):
         if (length := getattr(layout, name)) < 1:
             raise ValueError(f"{name} is {length}: it must be at least 1")
-    if not windows:
-        raise ValueError("windows is empty: it must have one entry, None for full attention")
-    for window in windows:
-        if window is not None and not 1 <= window_length(window) <= MAX_WINDOW:
-            raise ValueError(f"windows has {window}: each must be None or from 1 to {MAX_WINDOW}")
     if fixed_chunk is not None and (fixed_chunk < 1 or fixed_chunk % CHUNK_MULTIPLE):
         raise ValueError(f"fixed_chunk is {fixed_chunk}: it must be a positive multiple of {CHUNK_MULTIPLE}, or None")
 
@@ -317,7 +308,7 @@ def _check_numbers(layout: DeviceLayout, windows: Sequence[Window], fixed_chunk:
 def _within_window(layout: DeviceLayout, window: Window) -> Tensor:
     """Return ancestor bits without those that the window hides, int64 [T]."""
     bits = layout.ancestor_bits
-    if window is None or (isinstance(window, int) and window >= MAX_TREE_NODES):
+    if window is None or (isinstance(window, int) and window > MAX_NODES):
         return bits
     kept = torch.empty_like(bits)
     num_tokens, block = len(bits), 256

@@ -7,14 +7,12 @@ Legend: T query tokens, R requests, padded ones included.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan.core.attention import Window
 from titan.kernels.triton.attention_plan import DeviceLayout
 from titan.kernels.triton.attention_planner import TreeAttentionPlan
 from titan.kernels.triton.gate import gelu_mul, silu_mul
@@ -66,14 +64,14 @@ class TritonOps:
     def pack(self, weight: Tensor, bits: int | None = None) -> Tensor:
         return weight if bits is None or is_short(weight) else pack_short(weight)
 
-    def look_up(self, token_ids: Tensor, embedding: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    def look_up(self, token_ids: Tensor, embedding: Tensor, size: int) -> Tensor:
         return F.embedding(token_ids, numbers(embedding, size) if is_short(embedding) else embedding)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return short_linear(x, weight, bias, self._arrivals) if is_short(weight) else F.linear(x, weight, bias)
 
-    def plan_attention(self, layout: DeviceLayout, windows: Sequence[Window]) -> TreeAttentionPlan:
-        return TreeAttentionPlan(layout, windows)
+    def plan_attention(self, layout: DeviceLayout) -> TreeAttentionPlan:
+        return TreeAttentionPlan(layout)
 
     def linear_add_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float

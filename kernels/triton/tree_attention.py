@@ -370,7 +370,7 @@ def tree_attention(
         kv_layer: [2, num_kv_heads, num_blocks, block_size, head_dim], keys and values, or quantised blocks of them; those of the
             query tokens are already written. The last dimension is contiguous. [1, ...]: values are the first numbers of keys.
         plan: of the pass.
-        spec: of the layer, with one of the windows planned for.
+        spec: of the layer.
         sinks: float32 [num_heads], finite.
 
     Returns:

@@ -290,12 +290,12 @@ def attend(
 ) -> Tensor:
     spec = AttentionSpec(scale, window, softcap, value_dim)
     layer = LayerSpec(q.shape[1], kv.shape[1], q.shape[2], spec, sinks is not None, kv.shape[0] == 1)
-    ops, layout, windows = make_ops(backend, q.dtype, layer.traits), batch.attention, (None,) if window is None else (None, window)
+    ops, layout = make_ops(backend, q.dtype, layer.traits), batch.attention
     plan: Any
     if isinstance(ops, TritonOps):
-        plan = ops.plan_attention(upload_inputs(batch, backend.device, SHORT_QUERY_LEN).attention, windows)
+        plan = ops.plan_attention(upload_inputs(batch, backend.device, SHORT_QUERY_LEN).attention)
     else:
         place_nodes(batch)
-        plan = ops.plan_attention(layout, windows)
+        plan = ops.plan_attention(layout)
     sinks = None if sinks is None else sinks.to(backend.device)
     return ops.tree_attention(q.to(backend.device), kv.to(backend.device), plan, spec, sinks).cpu()

@@ -28,10 +28,10 @@ class Batch:
         self.inputs = device_inputs(self.case, num_padded)
         self.inputs["positions"] = self.inputs["positions"].int()  # which may be of either dtype
 
-    def plan(self, windows: tuple[Window, ...], fixed_chunk: int | None) -> TreeAttentionPlan:
+    def plan(self, fixed_chunk: int | None) -> TreeAttentionPlan:
         longest = max(request.query_len for request in self.case.requests)
         layout = DeviceLayout(self.geometry.block_size, **self.inputs, short_query_len=SHORT_QUERY_LEN, max_query_len=longest)
-        return TreeAttentionPlan(layout, windows, fixed_chunk)
+        return TreeAttentionPlan(layout, fixed_chunk)
 
 
 def random_batch(seed: int) -> Batch:
@@ -115,9 +115,8 @@ def test_records_are_those_of_plain_loops(fixed_chunk: int | None, num_batches: 
     num_splits = set()
     for seed in range(num_batches):
         batch = random_batch(seed)
-        windows = (None, sizes[seed % len(sizes)])
-        plan = batch.plan(windows, fixed_chunk)
-        for window in windows:
+        plan = batch.plan(fixed_chunk)
+        for window in (None, sizes[seed % len(sizes)]):
             launches = plan.launches(batch.geometry, window)
             has_long = max(request.query_len for request in batch.case.requests) > SHORT_QUERY_LEN
             assert [launch.ancestor_bits is not None for launch in launches] == [True, False][: 1 + has_long]
@@ -153,7 +152,7 @@ def test_contexts_are_split_as_measured_on_an_h200(
     monkeypatch.setattr("titan.kernels.triton.attention_planner.num_multiprocessors", lambda device: 132)
     geometry = AttentionGeometry(32, 8, 128, 16, torch.bfloat16)
     requests = [Request(context, 1, chain(6)) for _ in range(num_requests)]
-    [launch] = Batch(geometry, requests).plan((None,), None).launches(geometry, None)
+    [launch] = Batch(geometry, requests).plan(None).launches(geometry, None)
     assert num_requests * least <= launch.counts[0] <= num_requests * most
     assert launch.part_outputs.nbytes <= 66 * 2**20
 
@@ -169,7 +168,7 @@ def test_bits_of_ancestors_beyond_the_window_are_dropped(window: int | Chunk) ->
     batch.inputs["ancestor_bits"] = torch.from_numpy(bits.view(np.int64)).to(DEVICE)
     positions = rng.integers(0, 200, 300)
     batch.inputs["positions"].copy_(torch.from_numpy(positions))
-    plan = batch.plan((window, 64), None)
+    plan = batch.plan(None)
     kept = plan.launches(geometry, window)[0].ancestor_bits
     assert plan.launches(geometry, window) is plan.launches(geometry, window), "planned once for all layers"
     assert kept is not None

@@ -103,7 +103,7 @@ def test_every_number_is_where_the_layout_says(kernels: CompiledKernels, model: 
     packed, has_pairs = pack_weight(weight, kernels), held == torch.bfloat16
     assert packed.shape[0] == size[0] and pack_weight(packed, kernels) is packed
     token_ids = torch.arange(size[0]).flip(0)
-    rows = CompiledOps(kernels, weight.dtype).look_up(token_ids, packed, size[1], weight.dtype)
+    rows = CompiledOps(kernels, weight.dtype).look_up(token_ids, packed, size[1])
     assert torch.equal(rows, weight[token_ids]) and torch.equal(rows.signbit(), weight[token_ids].signbit())
     kind_of_codes = torch.int8 if "8 bits" in model else torch.uint8
     assert (packed.dtype == kind_of_codes) == (has_pairs and CODE_BITS[kind_of_codes] <= kernels.longest_codes)
@@ -158,7 +158,7 @@ def test_the_first_rows_of_a_weight_are_one(kernels: CompiledKernels, model: str
     for num_outputs in (1, 15, 16, 17, 100, 112, 199):
         assert torch.equal(ops.linear(x, packed[:num_outputs], None), whole[:, :num_outputs])
         token_ids = torch.arange(num_outputs)
-        assert torch.equal(ops.look_up(token_ids, packed[:num_outputs], 150, dtype), weight[:num_outputs])
+        assert torch.equal(ops.look_up(token_ids, packed[:num_outputs], 150), weight[:num_outputs])
 
 
 def test_a_weight_with_too_many_rare_numbers_stays_in_pairs(kernels: CompiledKernels) -> None:

@@ -158,7 +158,7 @@ def launch(
         short_query_len=short_query_len,
         max_query_len=max_query_len,
     )
-    plan = TreeAttentionPlan(layout, (window,))
+    plan = TreeAttentionPlan(layout)
     q = zeros(num_tokens, 48, head_dim, dtype=dtype)[:, :num_heads]
     kv_layer = zeros(num_planes, num_kv_heads, 16, block_size, head_dim, dtype=dtype)
     if is_quantised:

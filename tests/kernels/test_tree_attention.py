@@ -64,7 +64,7 @@ class Batch:
     def run(self) -> Tensor:
         setup, longest = self.setup, max(each.query_len for each in self.case.requests)
         layout = DeviceLayout(setup.block_size, **self.inputs, short_query_len=setup.short_query_len, max_query_len=longest)
-        plan = TreeAttentionPlan(layout, (None,) if setup.window is None else (None, setup.window), setup.fixed_chunk)
+        plan = TreeAttentionPlan(layout, setup.fixed_chunk)
         return tree_attention(
             self.q, self.kv, plan, AttentionSpec(self.scale, setup.window, setup.softcap, setup.value_dim), self.sinks
         )

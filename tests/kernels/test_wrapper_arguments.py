@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 from interpreted import DEVICE
 from torch import Tensor
 
-from titan.core.attention import AttentionSpec, Chunk, Window
+from titan.core.attention import AttentionSpec, Chunk
 from titan.core.trees import NODE_DTYPES, NodeColumns
 from titan.kernels.interfaces import TokenPlaces
 from titan.kernels.triton import tools as triton_tools
@@ -44,8 +44,8 @@ def longs(values: list[Any]) -> Tensor:
     return ints(values, torch.int64)
 
 
-def plan_attention(windows: Sequence[Window] = (None,), fixed_chunk: int | None = None, **layout: Any) -> TreeAttentionPlan:
-    return TreeAttentionPlan(DeviceLayout(**layout), windows, fixed_chunk)
+def plan_attention(fixed_chunk: int | None = None, **layout: Any) -> TreeAttentionPlan:
+    return TreeAttentionPlan(DeviceLayout(**layout), fixed_chunk)
 
 
 def geometry() -> dict[str, Any]:
@@ -187,9 +187,6 @@ MESSAGES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (AttentionGeometry, {"block_size": 8}, "block_size is 8: it must be one of (16, 32)"),
     (AttentionGeometry, {"dtype": torch.float64}, "dtype is torch.float64: it must be one of torch.bfloat16, torch.float16, torch"),
     (plan_attention, {"short_query_len": 0}, "short_query_len is 0: it must be at least 1"),
-    (plan_attention, {"windows": ()}, "windows is empty: it must have one entry, None for full attention"),
-    (plan_attention, {"windows": (None, 0)}, "windows has 0: each must be None or from 1 to 1073741824"),
-    (plan_attention, {"windows": (Chunk(0),)}, "windows has Chunk(size=0): each must be None or from 1 to 1073741824"),
     (plan_attention, {"fixed_chunk": 40}, "fixed_chunk is 40: it must be a positive multiple of 16, or None"),
     (plan_attention, {"query_start_loc": ints([0, 2, 3, 3])}, "query_start_loc has shape [4]: it must be [3]"),
     (plan_attention, {"block_table": ints([[], []])}, "block_table has room for 0 slots per request: it must be 1 to 6291456"),
@@ -201,7 +198,8 @@ MESSAGES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (attend, {"value_dim": 17}, "value_dim is 17: it must be from 1 to 16"),
     (attend, {"kv_layer": floats(3, 2, 3, 16, HEAD_DIM)}, "kv_layer has 3 planes: it must have 2, keys and values, or 1, keys"),
     (attend, {"kv_layer": floats(2, 2, 3, 8, HEAD_DIM)}, "kv_layer has shape [2, 2, 3, 8, 16]: it must be [any, any, any, 16, 16]"),
-    (attend, {"window": 8}, "window is 8: the plan was made for None"),
+    (attend, {"window": 0}, "window is 0: it must be None or from 1 to 1073741824"),
+    (attend, {"window": Chunk(0)}, "window is Chunk(size=0): it must be None or from 1 to 1073741824"),
     (attend, {"softcap": 0.0}, "softcap is 0.0: it must be positive, or None"),
     (attend, {"scale": 0.0}, "scale is 0.0: it must be positive"),
     (write_kv, {"values": floats(3, 2, 17)}, "values has shape [3, 2, 17]: a value must have 1 to 16 numbers"),

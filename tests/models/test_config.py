@@ -51,7 +51,8 @@ def test_end_tokens_outside_the_vocabulary_are_none(tmp_path: Path, model_impl: 
 
 def test_dtype_memory_per_token_and_windows(tmp_path: Path) -> None:
     assert read(tmp_path).dtype is None
-    assert read(tmp_path, "mistral", sliding_window=256).windows == (None,)  # no position can leave it
+    layers = read(tmp_path, "mistral", sliding_window=256).layers
+    assert {layer.attention.window for layer in layers} == {None}  # no position can leave it
     config = read(tmp_path, torch_dtype="bfloat16")
     assert config.dtype == torch.bfloat16
     assert config.kv_layout(torch.bfloat16).bytes_per_token == 2 * 3 * 2 * 16 * 2

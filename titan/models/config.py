@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from titan.core.arrays import Ints
-from titan.core.attention import AttentionSpec, Chunk, LayerSpec, Window, kv_groups
+from titan.core.attention import AttentionSpec, Chunk, LayerSpec, kv_groups
 from titan.core.checks import check_choice, check_integer, check_number, shown
 from titan.core.dtypes import RUN_DTYPES
 from titan.core.kv_tensor import KVLayout
@@ -44,11 +44,6 @@ class ModelConfig:
     # and k), "row_norm" (over all heads of q, and over those of k), "tied_embedding"; or "transformers": the layers are that
     # library's modules. A back end lists those that its fast paths support, and a model with any other runs on the general path
     traits: frozenset[str]
-
-    @property
-    def windows(self) -> tuple[Window, ...]:
-        """The distinct windows of the layers, in order of first use."""
-        return tuple(dict.fromkeys(layer.attention.window for layer in self.layers))
 
     def kv_layout(self, dtype: torch.dtype) -> KVLayout:
         """Return the layout of the model's KV in this dtype."""

@@ -117,9 +117,9 @@ class Decoder(nn.Module):
             RuntimeError: `prepare` was not called.
         """
         config, ops, eps = self.config, self.ops, self.config.rms_norm_eps
-        plan = ops.plan_attention(inputs.attention, config.windows)
+        plan = ops.plan_attention(inputs.attention)
         step = LayerStep(ops, plan, inputs.positions, inputs.slot_mapping)
-        x = ops.look_up(inputs.token_ids, self.embedding, config.hidden_size, self.dtype)
+        x = ops.look_up(inputs.token_ids, self.embedding, config.hidden_size)
         if config.embedding_scale != 1:
             x = x * config.embedding_scale
         normed = norm(x, self.layer_weights[0].input_norm, eps, ops)

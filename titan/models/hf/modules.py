@@ -33,7 +33,6 @@ class PackedWeight:
 
     def __init__(self, ops: LayerOps, *linears: nn.Linear) -> None:
         weights: list[Tensor] = [linear.weight.detach() for linear in linears]
-        self.num_inputs = linears[0].in_features
         self.weight = ops.pack(weights[0] if len(weights) == 1 else torch.cat(weights))
         self.bias: Tensor | None = None
         if any(linear.bias is not None for linear in linears):
@@ -76,14 +75,14 @@ class PackedEmbedding(nn.Module):
         scale: that multiplies embeddings, in the dtype of the model; ``None``: nothing does.
     """
 
-    def __init__(self, ops: LayerOps, weight: Tensor, size: int, dtype: torch.dtype, scale: Tensor | None) -> None:
+    def __init__(self, ops: LayerOps, weight: Tensor, size: int, scale: Tensor | None) -> None:
         super().__init__()
-        self.num_embeddings, self.embedding_dim = len(weight), size
-        self._ops, self._weight, self._dtype, self._scale = ops, weight, dtype, scale
+        self.embedding_dim = size
+        self._ops, self._weight, self._scale = ops, weight, scale
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Look tokens up: int64 [...] -> [..., size]."""
-        rows = self._ops.look_up(token_ids.reshape(-1), self._weight, self.embedding_dim, self._dtype)
+        rows = self._ops.look_up(token_ids.reshape(-1), self._weight, self.embedding_dim)
         return (rows if self._scale is None else rows * self._scale).view(*token_ids.shape, self.embedding_dim)
 
 
@@ -185,7 +184,7 @@ def fuse_embedding(ops: LayerOps, module: nn.Module, packed: Tensor, dtype: torc
     for scale in (None, (scaled.flatten()[place] / rows.flatten()[place]), getattr(module, "embed_scale", None)):
         factor = torch.as_tensor(scale, dtype=dtype, device=weight.device) if scale is not None else None
         if torch.equal(scaled, rows if factor is None else rows * factor):
-            fused = PackedEmbedding(ops, packed, weight.shape[1], dtype, factor)
+            fused = PackedEmbedding(ops, packed, weight.shape[1], factor)
             is_same = torch.equal(fused(token_ids), scaled) and is_close(module(token_ids), scaled.to(weight.dtype))
             return fused if is_same else None
     return None

@@ -27,7 +27,6 @@ class PagedAttention:
 
     def __init__(self, model: Any, config: TransformersConfig, dtype: torch.dtype) -> None:
         self._current = Current()
-        self._windows = config.windows
         # such modules (Llama 4) compute positions from the cache they are given, instead of those they are told
         self._counts_positions = bool(getattr(model.config.get_text_config(), "attn_temperature_tuning", False))
         owners = [i for i, each in enumerate(config.modules) if each.source is None]
@@ -46,7 +45,7 @@ class PagedAttention:
     @contextmanager
     def passing(self, inputs: PassInputs, kv: KVTensor, ops: LayerOps) -> Iterator[dict[str, Any]]:
         """See `titan.models.hf.model.Attending`."""
-        self._current.run = Pass(ops, kv, inputs.slot_mapping, ops.plan_attention(inputs.attention, self._windows))
+        self._current.run = Pass(ops, kv, inputs.slot_mapping, ops.plan_attention(inputs.attention))
         cache = {"past_key_values": Positions(inputs.positions)} if self._counts_positions else {}
         try:
             yield {"use_cache": False, **cache}
