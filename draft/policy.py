@@ -1,7 +1,7 @@
 """The drafting policy: the shape of each request's tree, and whether its tokens are the most likely ones or sampled.
 
 Everything here depends only on the request, its options and its own history, never on other requests; but for
-`prefers_chain`, which changes no tokens.
+`prefers_chain` and the temperature that a history begins at, which change no tokens.
 """
 
 from __future__ import annotations

@@ -284,6 +284,7 @@ def test_there_is_room_for_drafts_after_plain_steps(zoo: Zoo, monkeypatch: pytes
     def look(_: int) -> None:
         if engine.adaptive is not None and engine.adaptive.controller.optimum.drafts:
             is_drafting = engine.adaptive._decision.drafts
+            assert (shown := engine.metrics().speculation) is not None and shown.choice == "on"  # in plain steps, too
             groups[-1] += not is_drafting
             groups.extend([0] * (is_drafting and groups[-1] > 0))
 

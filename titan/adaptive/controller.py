@@ -97,7 +97,7 @@ class Controller:
     def __init__(self, costs: Costs) -> None:
         self.costs, self.drafting_yield, self._probes = costs, Yield(), Probes()
         self.fleet, self.past = replace(PRIOR), PastRequests()
-        self.optimum = Optimum([], 0.0, 0.0)
+        self.optimum = Optimum([], 0.0)
         self.has_tried = False  # whether anything was ever drafted or reviewed
         self._prices: Prices | None = None  # of the last comparison
         self._worths: Sequence[Worth | None] = ()  # of its candidates; None: they draft nothing
@@ -237,7 +237,8 @@ class Controller:
         self._compared = [each.counts for each in load.candidates]
         estimates = self._estimates = estimate(self.fleet, self.past, self._compared)
         prices = self._prices = Prices(load, self.costs)
-        plain_seconds = self.costs.plain_seconds(load._replace(num_rows=load.num_lasting))
+        has_prompts = load.num_lasting != len(load.candidates)
+        plain_seconds = self.costs.plain_seconds(load._replace(num_rows=load.num_lasting)) if has_prompts else prices.plain_seconds
         per_missing = len(load.candidates) * prices.row_seconds / plain_seconds
         sure = [
             max(0.0, p - min(1.0, (each.num_missing - 1) * per_missing) * estimates.mean_error * sqrt(p * (1 - p)))
@@ -245,9 +246,7 @@ class Controller:
         ]
         self._probes.forget()
         self.optimum = best(sure, prices, self.drafting_yield.factor, 1 - MARGIN if self.optimum.drafts else 1 + MARGIN)
-        self._worths = [
-            self._worth(i, each.weight) if self.optimum.num_nodes[i] else None for i, each in enumerate(load.candidates)
-        ]
+        self._worths = [self._worth(i, prices) if self.optimum.num_nodes[i] else None for i, each in enumerate(load.candidates)]
         self._hoped = self.optimum.num_nodes
         if not all(self._hoped):
             self._hoped = best(estimates.bounds, prices, self.drafting_yield.factor).num_nodes
@@ -263,15 +262,14 @@ class Controller:
             return False
         return len(able) < n or best([new_bound] * n, prices, self.drafting_yield.factor).drafts
 
-    def _worth(self, i: int, weight: float) -> Worth:
-        optimum, estimates = self.optimum, self._estimates
-        price = optimum.rate / weight
+    def _worth(self, i: int, prices: Prices) -> Worth:
+        estimates, price = self._estimates, self.optimum.on_rate / prices.load.candidates[i].weight
         return Worth(
             estimates.agreements[i],
             estimates.means[i],
-            price * optimum.node_seconds,
-            price * optimum.row_seconds,
-            max(price * optimum.pass_seconds, 1e-9),
+            price * self.optimum.node_seconds,
+            price * prices.row_seconds,
+            max(price * prices.pass_seconds, 1e-9),
         )
 
     def observe(self, outcome: Outcome) -> None:
@@ -293,17 +291,17 @@ class Controller:
 
     def _learn(self) -> None:
         """Learn from the steps that were observed, and from short ones that repeat a decision together."""
-        together = list[Outcome]()
+        together, seconds = list[Outcome](), 0.0
         for (load, decision, outcome), following in zip_longest(self._unlearned, self._unlearned[1:]):
             together.append(outcome)
-            if following is None or following[1] is not decision or not self._may_learn_together([*together, following[2]]):
+            seconds += outcome.seconds
+            is_repeated = (
+                following is not None and following[1] is decision and self.costs.host.has_drafted
+            )  # the first stand alone
+            if following is None or not is_repeated or seconds + following[2].seconds > LEARNED_TOGETHER:
                 self._learn_from(load, decision, together)
-                together = []
+                together, seconds = [], 0.0
         self._unlearned.clear()
-
-    def _may_learn_together(self, outcomes: Sequence[Outcome]) -> bool:
-        """Whether these steps are short; the first drafts of all stand alone, and so does a step that was held up."""
-        return self.costs.host.has_drafted and sum([each.seconds for each in outcomes]) <= LEARNED_TOGETHER
 
     def _learn_from(self, load: Load, decision: Decision, outcomes: Sequence[Outcome]) -> None:
         n = len(load.candidates)

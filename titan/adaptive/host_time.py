@@ -25,7 +25,7 @@ class HostTime:
     """Seconds of a step beyond its passes: by the number of requests, and more by how many of them draft."""
 
     def __init__(self) -> None:
-        self._plain, self._more = _ByCount(), _ByCount()
+        self._plain, self._more = SecondsByCount(), SecondsByCount()
 
     def note(self, num_requests: int, num_drafting: int, seconds: float) -> None:
         """Add a step."""
@@ -56,7 +56,7 @@ class HostTime:
         return plain + (self._more.predict(num_drafting) if self.has_drafted else FIRST_MORE * self._plain.predict(num_drafting))
 
 
-class _ByCount:
+class SecondsByCount:
     """Seconds by powers of two of a count. Of the first few steps, which may have been held up by anything, the shortest counts."""
 
     def __init__(self) -> None:
@@ -81,9 +81,11 @@ class _ByCount:
 
     @property
     def has_seen(self) -> bool:
+        """Whether anything was added."""
         return bool(self._seconds)
 
     def knows(self, count: int) -> bool:
+        """Whether a few of about this count were added."""
         return self._num_seen[count.bit_length()] >= FIRST_STEPS
 
     def predict(self, count: int) -> float:

@@ -30,19 +30,21 @@ class Optimum:
     """The best of the compared settings of a load; zero nodes if not drafting is the best."""
 
     num_nodes: list[int]
-    rate: float  # weighted tokens per second
-    off_rate: float
+    off_rate: float  # weighted tokens per second without drafts
     on_rate: float = 0.0  # of the best setting that drafts
     seconds: float = 0.0  # of a step with that setting
     node_seconds: float = 0.0  # of a node in the target's pass, near their number; at a step of the curve, before it
-    row_seconds: float = 0.0  # of one more row in a pass of the draft
-    pass_seconds: float = 0.0  # of a pass of the draft, without its rows
     slack: int = MAX_NODES  # nodes up to the next step of the curve, where one more costs more than any that is drafted is worth
 
     @property
     def drafts(self) -> bool:
         """Whether any request drafts."""
         return any(self.num_nodes)
+
+    @property
+    def rate(self) -> float:
+        """Weighted tokens per second."""
+        return self.on_rate if self.drafts else self.off_rate
 
 
 class Prices:
@@ -55,6 +57,7 @@ class Prices:
 
     def __init__(self, load: Load, costs: Costs) -> None:
         n, self.load, self._costs, self._target = len(load.candidates), load, costs, dict[int, float]()
+        # of a pass of the draft, without its rows, and of one row more
         self.pass_seconds, self.row_seconds = costs.draft_line(load)
         self.total_weight = sum([each.weight for each in load.candidates])
         self.plain_seconds = costs.decode_seconds(load)  # prefill is paid for anyway: it only makes further rows dearer
@@ -64,7 +67,7 @@ class Prices:
             1 + (each.num_missing - 1) / min(DEBT_STEPS, max(1.0, DEBT_SHARE * each.num_remaining)) for each in load.candidates
         ]
         self.host = [0.0, *[costs.host.predict(n, 1 << octave) for octave in range(n.bit_length())]]  # by octaves of drafting ones
-        self._prefill = self._pass(0) - costs.target.predict(n, load.num_context_tokens, True)
+        self._prefill = 0.0 if load.num_lasting == n else self._pass(0) - costs.target.predict(n, load.num_context_tokens, True)
 
     def target(self, num_nodes: int) -> float:
         """Return the seconds of the target's pass with these nodes, prefill left out."""
@@ -104,7 +107,7 @@ def best(acceptance: Sequence[float], prices: Prices, yield_factor: float = 1.0,
     """
     candidates, off_rate = prices.load.candidates, prices.off_rate
     n = len(candidates)
-    optimum = Optimum([0] * n, off_rate, off_rate)
+    optimum = Optimum([0] * n, off_rate)
     nodes = _nodes_by_value(candidates, acceptance)
     if not nodes:
         return optimum
@@ -129,8 +132,8 @@ def best(acceptance: Sequence[float], prices: Prices, yield_factor: float = 1.0,
     if optimum.on_rate > off_rate * least:
         for _, _, i in drafted:
             optimum.num_nodes[i] += 1
-        optimum.rate, optimum.row_seconds, optimum.pass_seconds = optimum.on_rate, prices.row_seconds, prices.pass_seconds
-        optimum.node_seconds, optimum.slack = _node_price(prices, sizes, len(drafted), yield_factor * drafted[-1][0] / optimum.rate)
+        least_value = yield_factor * drafted[-1][0] / optimum.on_rate
+        optimum.node_seconds, optimum.slack = _node_price(prices, sizes, len(drafted), least_value)
     return optimum
 
 

@@ -43,10 +43,7 @@ class AdaptiveSpeculation:
     _repeats: bool = False  # whether the step does as the last one did
     _load: Load = field(default_factory=lambda: Load((), 0, 0))
     _decision: Decision = RESTING
-    _last_shown: tuple[Decision, Optimum] = (
-        RESTING,
-        Optimum([], 0.0, 0.0),
-    )  # of the last step in which some might have drafted
+    _last_shown: tuple[bool, Optimum] = False, Optimum([], 0.0)  # whether only a probe drafted, when last some might have drafted
 
     def decide(self, plan: StepPlan) -> None:
         """Set budgets, worths and reviews of a plan's rows."""
@@ -62,7 +59,6 @@ class AdaptiveSpeculation:
         self._rows = rows
         num_new = [plan.requests[i].metrics.first_token_time for i in rows].count(None)
         is_first_try = len(plan.requests) == 1 and not self.controller.has_tried  # a long prompt is too much for a probe
-        plan.drafts_prompts = self.controller.optimum.drafts or is_first_try
         num_ending = sum([plan.num_tokens[i] for i in rows]) - len(rows)
         self._last_requests = plan.requests if num_rows == len(rows) else []
         if self.controller.rest(len(rows), num_rows - num_ending, num_new):
@@ -71,9 +67,10 @@ class AdaptiveSpeculation:
         self._load = Load([self._candidate(plan.requests[i]) for i in rows], num_rows, num_context, num_ending)
         self._decision = decision = self.controller.choose(self._load, has_room=self.num_reserved > 0)
         optimum = self.controller.optimum
+        plan.drafts_prompts = optimum.drafts or is_first_try
         self.num_reserved = min(self.max_nodes, RESERVED_NODES * max(optimum.num_nodes, default=0))
         if any(each.max_nodes for each in self._load.candidates):
-            self._last_shown = decision, optimum
+            self._last_shown = decision.is_probe, optimum
         plan.reviews = [rows[i] for i in decision.reviewed]
 
     def _allow_decision(self, requests: Sequence[Request]) -> bool:
@@ -179,10 +176,10 @@ class AdaptiveSpeculation:
         Args:
             mean_draft_tokens: per request and step, since the start.
         """
-        controller, (decision, optimum) = self.controller, self._last_shown
+        controller, (is_probe, optimum) = self.controller, self._last_shown
         target, draft = controller.costs.target, controller.costs.draft
         return SpeculationMetrics(
-            choice="probe" if decision.is_probe else "on" if decision.drafts else "off",
+            choice="probe" if is_probe else "on" if optimum.drafts else "off",
             mean_draft_tokens=mean_draft_tokens,
             off_rate=optimum.off_rate,
             on_rate=optimum.on_rate,

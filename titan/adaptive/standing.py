@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from titan.adaptive.host_time import SecondsByCount
 from titan.adaptive.load import Load
 
-DWELL, LONG_DWELL = 8, 24
-"""Most steps for which an optimum stands if there are as many requests and rows, and where comparing takes long; no more than there
-are drafts that it goes by, of which older ones count less: in the end, some 14."""
+DWELL = 8
+"""Most steps for which an optimum stands if there are as many requests and rows; more where comparing takes long, but no more than
+there are drafts that it goes by, of which older ones count less: in the end, 14."""
 
 OFF_DWELL = 32, 256
 """Least and most steps for which it stands that nothing is drafted."""
 
-COMPARE_SHARE, COMPARE_RATE = 0.0025, 1 / 4
-"""Share of the time that looking at that again may take, in between; and the weight of one comparison in how long they take."""
-
-FIRST_COMPARISONS, MOST_LONGER = 4, 2
-"""Comparisons after which it is known how long they take, and how many times as long one counts for at most then."""
+COMPARE_SHARE = 0.0025
+"""Share of the time that looking at that again may take, in between."""
 
 STEADY = 3 / 4
 """Share of the requests, and of the rows, of which it was found that nothing is drafted, that are enough for that to stand."""
@@ -32,8 +30,7 @@ class Standing:
     _size: tuple[int, int] = (0, 0)  # requests and rows of that load
     _num_new: int = 0  # requests since
     _may_new_draft: bool = True  # whether it may pay for new requests, although not for those
-    _compare_seconds: float = 0.0
-    _num_comparisons: int = 0
+    _comparing: SecondsByCount = field(default_factory=SecondsByCount)  # by the number of requests
 
     def begin(self, num_requests: int, num_rows: int, num_new: int) -> bool:
         """Return whether the outcome stands for a step, too; see `Controller.rest`."""
@@ -58,12 +55,10 @@ class Standing:
         """
         self._drafts, self._size, self._num_new = drafts, (len(load.candidates), load.num_lasting), 0
         self._may_new_draft = may_new_draft
-        worth_it = int(self._compare_seconds / (COMPARE_SHARE * plain_seconds))
-        least, most = (DWELL, LONG_DWELL) if drafts else OFF_DWELL
-        self.num_left = min(most, max(least, worth_it), int(num_drafts) if drafts else most)
+        worth_it = int(self._comparing.predict(len(load.candidates)) / (COMPARE_SHARE * plain_seconds))
+        least, most = (DWELL, int(num_drafts)) if drafts else OFF_DWELL
+        self.num_left = min(most, max(least, worth_it))
 
     def note_comparison(self, seconds: float) -> None:
-        """Learn how long a decision with a comparison took; anything may hold one up."""
-        known = min(seconds, MOST_LONGER * self._compare_seconds) if self._num_comparisons >= FIRST_COMPARISONS else seconds
-        self._num_comparisons += 1
-        self._compare_seconds += COMPARE_RATE * (known - self._compare_seconds)
+        """Learn how long the last comparison took."""
+        self._comparing.note(self._size[0], seconds)

@@ -99,7 +99,7 @@ class AcceptanceCounts:
 
 @dataclass(slots=True)
 class DraftHistory:
-    """Averages over a request's steps; they depend only on the request's own past."""
+    """Averages over a request's steps; the temperature may begin at that of others, and nothing else depends on them."""
 
     rank_acceptance: list[Average] = field(default_factory=lambda: [Average(value) for value in PRIOR_ACCEPTANCE])
     greedy_match: Average = field(default_factory=lambda: Average(0.5))  # p of the draft's most likely token
