@@ -237,8 +237,8 @@ class Fleet:
         ]
         total = sum(map(len, trees))
         target_seconds = self._noisy(machine.target(num_rows + total, context))
-        shown, *review = self._review(decision.reviewed, policy.fleet)
-        num_drafting = sum(map(bool, chains)) + len(shown)
+        review = self._review(decision.reviewed, policy.fleet)
+        num_drafting = sum(map(bool, chains)) + len(decision.reviewed)
         host_seconds = machine.host(n, num_drafting) * (FIRST_DRAFT if total and not self.has_drafted else 1.0)
         self.has_drafted |= total > 0
         seconds = self._noisy(host_seconds) + draft_seconds + target_seconds + review[1]
@@ -258,7 +258,7 @@ class Fleet:
             emitted += 1 + length
             text.advance(1 + length, bool(chain), self.rng)
         passes = num_passes, draft_rows
-        policy.observe(Outcome(total, emitted - n, *passes, seconds, draft_seconds, target_seconds, deciding, shown, *review))
+        policy.observe(Outcome(total, emitted - n, *passes, seconds, draft_seconds, target_seconds, deciding, *review))
         return emitted, seconds + deciding, total
 
     def _allows_decision(self) -> bool:
@@ -276,9 +276,9 @@ class Fleet:
             text.counts, self._most(text), text.num_missing, num_left, self.stops_early, text.weight, num_reviewable=num_reviewable
         )
 
-    def _review(self, rows: Sequence[int], fleet: AcceptanceCounts) -> tuple[list[float], int, float]:
-        """Shares of tokens that the draft would have proposed, and rows and seconds of its pass."""
-        shown, num_fed, context = list[float](), 0, 0
+    def _review(self, rows: Sequence[int], fleet: AcceptanceCounts) -> tuple[int, float]:
+        """Rows and seconds of the draft's pass."""
+        num_fed, context = 0, 0
         for text in map(self.texts.__getitem__, rows):
             drawn = [text.draw(mean, self.rng, is_confident=self.stops_early) for mean in text.unseen]
             labels = [bool(self.rng.random() < p) for p, _ in drawn]
@@ -286,11 +286,10 @@ class Fleet:
                 for (_, q), is_right in zip(drawn, labels, strict=True):
                     counts.note_draft(q)
                     counts.note(q, is_right)
-            shown.append(sum(labels) / len(labels))
             num_fed, context = num_fed + text.num_missing - 1, context + text.context
             text.unseen.clear()
             text.num_missing = 1
-        return shown, num_fed, self._noisy(self.machine.draft(num_fed, context)) if rows else 0.0
+        return num_fed, self._noisy(self.machine.draft(num_fed, context)) if rows else 0.0
 
     def _grow(
         self, most: Sequence[int], worths: Sequence[Worth | None], context: int

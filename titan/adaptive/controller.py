@@ -10,9 +10,8 @@ which are seconds times that rate (`titan.core.growth.Worth`): at the optimum of
 is above the whole's (Dinkelbach, "On nonlinear fractional programming", 1967; the marginal value theorem of Charnov, 1976). Where
 it is not known, requests draft the nodes that the optimum has of them.
 
-Estimates of p age by steps, and by surprise: what a probe shows to be no longer true of one request may be no longer true of
-others. The longer the draft must first be fed what it has missed of a request, the surer it has to pay: up to one standard error
-lower than p seems. One that would pay if p were a standard error higher is probed.
+Estimates of p age by steps. The longer the draft must first be fed what it has missed of a request, the surer it has to pay: up to
+one standard error lower than p seems. One that would pay if p were a standard error higher is probed.
 
 Everything here is a function of what it is given: there is no clock and no device.
 """
@@ -31,7 +30,7 @@ from titan.adaptive.load import Candidate, Load, Outcome
 from titan.adaptive.optimum import MARGIN, Optimum, Prices, best
 from titan.adaptive.probes import Probes
 from titan.adaptive.standing import Standing
-from titan.adaptive.value import PastRequests, Yield, estimate, own_acceptance
+from titan.adaptive.value import PastRequests, Yield, estimate
 from titan.core.draft_history import AcceptanceCounts
 from titan.core.growth import Worth
 
@@ -111,7 +110,6 @@ class Controller:
         self._estimates = estimate(self.fleet, self.past, (AcceptanceCounts(),))
         self._hoped: list[int] = []
         self._compared: Sequence[AcceptanceCounts] = ()  # of the candidates of the last comparison
-        self._shown_before: list[tuple[float, float]] = []  # of probed requests: their drafts, and the acceptance that these showed
         self._load: Load = Load((), 0, 0)
         self._decision = Decision([], (), ())
         self._unlearned: list[tuple[Load, Decision, Outcome]] = []  # steps that drafted since settings were compared
@@ -201,7 +199,6 @@ class Controller:
         self._standing.num_left -= 1
         for i in drafted:
             num_nodes[i] = 1
-        self._shown_before = [self._showing(load.candidates[i].counts) for i in probed]
         most_nodes = [  # of a probe, which has no worth: its node
             count if worth is None else min(each.max_nodes, count + self.optimum.slack)
             for count, worth, each in zip(num_nodes, worths, load.candidates, strict=True)
@@ -295,9 +292,8 @@ class Controller:
         for (load, decision, outcome), following in zip_longest(self._unlearned, self._unlearned[1:]):
             together.append(outcome)
             seconds += outcome.seconds
-            is_repeated = (
-                following is not None and following[1] is decision and self.costs.host.has_drafted
-            )  # the first stand alone
+            # the first drafts of all stand alone
+            is_repeated = following is not None and following[1] is decision and self.costs.host.has_drafted
             if following is None or not is_repeated or seconds + following[2].seconds > LEARNED_TOGETHER:
                 self._learn_from(load, decision, together)
                 together, seconds = [], 0.0
@@ -350,22 +346,6 @@ class Controller:
         for i, (count, candidate) in enumerate(zip(decision.num_nodes, load.candidates, strict=True)):
             if not count and i not in reviewed:
                 candidate.counts.fade(fade)
-        if decision.is_probe:
-            shares = dict(zip(reviewed, outcomes[0].reviewed, strict=False))
-            surprise = 0.0  # mean difference between what a probe showed and what was known before, as far as it was known
-            for i, (drafts, acceptance) in zip(decision.probed, self._shown_before, strict=True):
-                if not load.candidates[i].is_typical:
-                    continue
-                num_drafts, shown = self._showing(load.candidates[i].counts)
-                difference = (shown - acceptance) * num_drafts
-                if i in reviewed:
-                    share = shares.get(i)
-                    difference = 0.0 if share is None else share - acceptance
-                surprise += difference * drafts / (drafts + 1) / len(decision.probed)
-            remaining = max(0.01, 1 - abs(surprise))
-            self.past.fade(remaining)
-            for each in (self.fleet, *(each.counts for i, each in enumerate(load.candidates) if i not in decision.probed)):
-                each.fade(remaining)
 
     def _idle(self, candidates: Sequence[Candidate], num_steps: int) -> None:
         """Let drafts count less after steps without any."""
@@ -374,9 +354,6 @@ class Controller:
             each.counts.fade(fade)
         self.fleet.fade(fade, LEAST_DRAFTS)
         self.drafting_yield.fade(num_steps)
-
-    def _showing(self, counts: AcceptanceCounts) -> tuple[float, float]:
-        return counts.num_drafts, own_acceptance(counts, self.fleet.agreement)
 
 
 def _are_same(these: Sequence[object], those: Sequence[object]) -> bool:

@@ -54,9 +54,7 @@ class Outcome(NamedTuple):
     draft_seconds: float
     target_seconds: float
     deciding_seconds: float = 0.0  # beside those of the step
-    # share of the compared tokens that the draft would have proposed, of each reviewed candidate; None: nothing was compared
-    reviewed: Sequence[float | None] = ()
-    review_rows: int = 0  # of the draft's pass over them
+    review_rows: int = 0  # of the draft's pass that reviews requests
     review_seconds: float = 0.0  # of that pass; 0: nobody knows
 
     @property

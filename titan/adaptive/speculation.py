@@ -153,7 +153,6 @@ class AdaptiveSpeculation:
             draft_seconds,
             times.target,
             times.prepare,
-            [sum(each.is_right) / len(each.is_right) if each.is_right else None for each in report.reviews],
             report.num_rows,
             report.seconds,
         )

@@ -68,10 +68,6 @@ class PastRequests:
                 self.acceptance += (own_acceptance(counts, agreement) - self.acceptance) * share / self.weight
         self._present = present
 
-    def fade(self, share: float) -> None:
-        """Let all count less: only this share remains."""
-        self.weight *= share
-
 
 class Yield:
     """What drafting brings for its time, as a multiple of what the chains that were planned would have brought for theirs.
@@ -98,7 +94,7 @@ class Yield:
         self._num_accepted = YIELD_MEMORY * self._num_accepted + num_accepted
         self._num_promised = YIELD_MEMORY * self._num_promised + num_promised
 
-    def fade(self, num_steps: int = 1) -> None:
+    def fade(self, num_steps: int) -> None:
         """After steps without drafts, let it count less that drafting brought less than planned. If it brought more, that stays."""
         if self._num_accepted < self._num_promised:
             self._num_accepted *= YIELD_MEMORY**num_steps
