@@ -24,6 +24,7 @@ from titan.bench.draft_report import make_report
 from titan.bench.options import parse, positive
 from titan.bench.prompts import SOURCES, SYNTHETIC
 from titan.bench.report import measure_and_publish
+from titan.models.files import ModelFiles
 from titan.models.loader import DEMO, load_tokenizer, resolve_model
 
 DEMO_DRAFTS = ("demo", "demo,tokens=2", "demo,tree=dynamic,tokens=8", "demo,bits=4", "truncated:1", "ngram")
@@ -52,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse(parser, argv, QUICK)
     drafts = args.draft or (DEMO_DRAFTS if args.model == DEMO else OTHER_DRAFTS)
     recipes = [DraftRecipe.parse(text, args.max_draft_tokens) for text in dict.fromkeys(drafts)]
-    has_text = load_tokenizer(resolve_model(args.model, "target"), trust_remote_code=args.trust_remote_code) is not None
+    files = ModelFiles(resolve_model(args.model, "target"))
+    has_text = load_tokenizer(files, trust_remote_code=args.trust_remote_code) is not None
     settings, problems = [], []
     for source in args.workload or (SOURCES if has_text else [SYNTHETIC]):
         try:

@@ -24,9 +24,9 @@ def load_target(args: argparse.Namespace, backend: Backend) -> tuple[Model, Any 
     Raises:
         ValueError: it cannot be used.
     """
-    folder = resolve_model(args.model, "target")
-    tokenizer = load_tokenizer(folder, trust_remote_code=args.trust_remote_code)
-    checkpoint = open_model(ModelFiles(folder), **model_options(args))
+    files = ModelFiles(resolve_model(args.model, "target"))
+    tokenizer = load_tokenizer(files, trust_remote_code=args.trust_remote_code)
+    checkpoint = open_model(files, **model_options(args))
     return load_model(checkpoint, dtype=args.dtype, backend=backend), tokenizer
 
 

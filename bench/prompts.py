@@ -49,12 +49,12 @@ def prompt_stream(
     Raises:
         ValueError: the source is unknown, needs a tokenizer that the model lacks, or holds no prompts.
     """
-    folder = resolve_model(model, "target")
-    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    files = ModelFiles(resolve_model(model, "target"))
+    tokenizer = load_tokenizer(files, trust_remote_code=trust_remote_code)
     if source == "auto":
         source = SYNTHETIC if tokenizer is None else "code"
     if source == SYNTHETIC:
-        config = open_model(ModelFiles(folder), model_impl, trust_remote_code=trust_remote_code).config
+        config = open_model(files, model_impl, trust_remote_code=trust_remote_code).config
         return random_prompts(lengths, config.vocab_size, seed)
     if source not in SOURCES and not Path(source).is_file():
         raise ValueError(f"prompts {source!r} are unknown: allowed are auto, {SYNTHETIC}, {', '.join(SOURCES)}, or a file")

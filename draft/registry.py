@@ -78,12 +78,12 @@ def open_drafter(spec: DraftSpec, options: ModelOptions, context: DraftContext) 
 
 
 def _open_draft_model(spec: str, options: ModelOptions, context: DraftContext) -> Callable[[], Drafter]:
-    folder, trust = resolve_model(spec, "draft"), options.trust_remote_code
+    trust = options.trust_remote_code
     with _naming_the_draft(spec):
-        files = ModelFiles(folder, download_dir=options.download_dir)
+        files = ModelFiles(resolve_model(spec, "draft"), download_dir=options.download_dir)
         checkpoint = open_model(files, options.model_impl, trust_remote_code=trust)
         dtype = run_dtype(context.dtype, checkpoint, context.backend)
-        tokenizer = load_tokenizer(folder, download_dir=options.download_dir, trust_remote_code=trust)
+        tokenizer = load_tokenizer(files, trust_remote_code=trust)
     weight_bits = choose_weight_bits(options.draft_weight_bits, checkpoint.config, dtype, context.backend)
     vocabulary = _map_vocabulary(spec, checkpoint.config, tokenizer, context)
 

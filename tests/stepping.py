@@ -43,7 +43,7 @@ DEFAULTS: dict[str, Any] = {
 def make_engine(model: str, draft: DraftSpec = None, *, backend: Backend | None = None, **options: Any) -> Engine:
     config = EngineConfig.of(**(DEFAULTS | options))
     checkpoint = open_model(ModelFiles(model), config.model.model_impl)
-    return Engine(config, checkpoint, draft, choose_tokenizer(model, None), backend)
+    return Engine(config, checkpoint, draft, choose_tokenizer(checkpoint.files, None), backend)
 
 
 def greedy(max_tokens: int | None, **options: Any) -> SamplingParams:

@@ -24,6 +24,7 @@ from titan.core.terms import RequestTerms
 from titan.detokenizer import IncrementalDetokenizer
 from titan.engine import Engine
 from titan.models.config import end_tokens
+from titan.models.files import ModelFiles
 from titan.models.loader import load_tokenizer, resolve_model
 from titan.prompts import Prompt, read_prompt, shown_prompt
 from titan.schedule.admission import check_request, check_token_ids
@@ -280,31 +281,22 @@ class FrontEnd:
                     logprob.decoded_token = self.tokenizer.decode([token_id])
 
 
-def choose_tokenizer(
-    model: str,
-    tokenizer: str | None,
-    revision: str | None = None,
-    download_dir: str | None = None,
-    *,
-    trust_remote_code: bool = False,
-) -> Any | None:
+def choose_tokenizer(files: ModelFiles, tokenizer: str | None, *, trust_remote_code: bool = False) -> Any | None:
     """Load the requested tokenizer, or else the target model's; return ``None`` if it has none.
 
     Args:
-        model: "demo", a folder or a hub id.
-        tokenizer: likewise; ``None`` = the model's.
-        revision: of the model on the hub; a requested tokenizer is that of its main branch.
-        download_dir: as of `titan.core.options.ModelOptions`.
-        trust_remote_code: likewise.
+        files: of the target model.
+        tokenizer: "demo", a folder or a hub id, of which its main branch is read; ``None`` = the model's.
+        trust_remote_code: as of `titan.core.options.ModelOptions`.
 
     Raises:
         ValueError: the tokenizer cannot be used, or the requested one does not exist.
     """
     if tokenizer is None:
-        return load_tokenizer(resolve_model(model, "target"), revision, download_dir, trust_remote_code=trust_remote_code)
+        return load_tokenizer(files, trust_remote_code=trust_remote_code)
     try:
-        folder = resolve_model(tokenizer, "target")
-        loaded = load_tokenizer(folder, download_dir=download_dir, trust_remote_code=trust_remote_code)
+        requested = ModelFiles(resolve_model(tokenizer, "target"), download_dir=files.download_dir)
+        loaded = load_tokenizer(requested, trust_remote_code=trust_remote_code)
     except ValueError as error:
         raise ValueError(f"tokenizer={tokenizer!r} cannot be used: {error}") from error
     if loaded is None:

@@ -60,13 +60,13 @@ class LLM:
         if not isinstance(model, str | PathLike):
             raise ValueError(f"model={shown(model)} is not allowed: it must be 'demo', a folder or a Hugging Face hub id")
         target = fspath(model)
-        place = config.model.revision, config.model.download_dir
-        files, trust = ModelFiles(resolve_model(target, "target"), *place), config.model.trust_remote_code
+        files = ModelFiles(resolve_model(target, "target"), config.model.revision, config.model.download_dir)
+        trust = config.model.trust_remote_code
         checkpoint = open_model(files, config.model.model_impl, trust_remote_code=trust)  # before more is downloaded
         self._default_params = SamplingParams()
         if config.model.generation_config == "auto":
             self._default_params = _default_params(target, files)
-        target_tokenizer = choose_tokenizer(target, check_path("tokenizer", tokenizer), *place, trust_remote_code=trust)
+        target_tokenizer = choose_tokenizer(files, check_path("tokenizer", tokenizer), trust_remote_code=trust)
         self.engine = Engine(config, checkpoint, draft_model, target_tokenizer)
         self.frontend = FrontEnd(self.engine, target_tokenizer)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -355,29 +356,37 @@ def test_a_name_that_is_no_hub_id_must_be_a_folder(capsys: pytest.CaptureFixture
 
 
 class Hub:
-    """A hub with a copy of a model as any repository; ``files`` are those that were downloaded, ``revisions`` those asked for."""
+    """A hub with copies of models, whose branches have a new commit whenever one looks.
 
-    COMMIT = "0123456789abcdef"
+    ``files`` are those that were downloaded, ``revisions`` those asked for, ``commits`` those that branches were found at.
+    """
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.repositories, self.cache = folder / "hub", folder / "cache"
         self.files: list[str] = []
         self.revisions: list[str | None] = []
+        self.commits: list[str] = []
         monkeypatch.setattr(huggingface_hub, "snapshot_download", self.download)
         monkeypatch.setattr(huggingface_hub, "list_repo_files", self.list_files)
 
     def list_files(self, name: str, revision: str | None = None) -> list[str]:
-        return [path.name for path in (self.repositories / name).iterdir()]
+        return files_below(self.repositories / name)
 
-    def download(self, name: str, *, revision: str | None, cache_dir: str | None, allow_patterns: Sequence[str]) -> str:
+    def download(self, name: str, *, revision: str | None, cache_dir: str | None, **patterns: Any) -> str:
         self.revisions.append(revision)
-        folder = Path(cache_dir or self.cache, name, self.COMMIT)
-        folder.mkdir(parents=True, exist_ok=True)
-        for file in filter_repo_objects(self.list_files(name), allow_patterns=list(allow_patterns)):
+        if revision is None or revision not in self.commits:
+            self.commits.append(revision := f"{len(self.commits):040x}")
+        folder = Path(cache_dir or self.cache, name, revision)
+        for file in filter_repo_objects(self.list_files(name), **patterns):
             if not (folder / file).exists():
-                shutil.copy(self.repositories / name / file, folder)
+                (folder / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(self.repositories / name / file, folder / file)
                 self.files.append(file)
         return str(folder)
+
+
+def files_below(folder: Path) -> list[str]:
+    return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
 
 
 @pytest.fixture
@@ -400,14 +409,17 @@ def test_of_a_hub_id_what_is_read_is_downloaded_once_and_of_one_commit(hub: Hub,
     shards = [path.name for path in (hub.repositories / "some/model").glob("model-*.safetensors")]
     target, draft = [*SMALL, *TOKENIZER, INDEX, *shards], [*SMALL, *TOKENIZER, "model.safetensors"]
     assert len(shards) > 3 and sorted(hub.files) == sorted([*target, *draft])
-    assert set(hub.revisions) == {"v1", Hub.COMMIT, None}, "the draft's is its main branch"
+    of_target, of_draft = hub.commits
+    asked = {"v1": 1, of_target: 2, None: 1, of_draft: 2}
+    assert Counter(hub.revisions) == asked, "for config, tokenizer and weights; the draft's is its main branch"
     LLM("some/model", device="cpu", download_dir=str(tmp_path / "elsewhere"), num_kv_blocks=8)
-    assert {path.name for path in (tmp_path / "elsewhere/some/model" / Hub.COMMIT).iterdir()} == set(target)
+    assert set(files_below(tmp_path / "elsewhere/some/model" / hub.commits[2])) == set(target) and len(hub.commits) == 3
 
 
 def test_a_bench_downloads_a_revision_and_takes_its_folder(hub: Hub) -> None:
     args = parse_arguments(["--model", "some/draft", "--revision", "v1"])
-    assert args.model == str(hub.cache / "some/draft" / Hub.COMMIT)
+    [commit] = hub.commits
+    assert args.model == str(hub.cache / "some/draft" / commit)
     assert hub.revisions[0] == "v1" and set(hub.files) == SMALL | TOKENIZER | {"model.safetensors"}
 
 

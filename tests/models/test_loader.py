@@ -96,9 +96,10 @@ def test_demo_names_are_folders_of_the_package() -> None:
 
 def test_the_tokenizer_is_read_if_there_is_one(tmp_path: Path) -> None:
     make_model(tmp_path)
-    assert load_tokenizer(str(tmp_path)) is None
+    files = ModelFiles(str(tmp_path))
+    assert load_tokenizer(files) is None
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))).save_pretrained(tmp_path)
-    tokenizer = load_tokenizer(str(tmp_path))
+    tokenizer = load_tokenizer(files)
     assert tokenizer is not None and tokenizer.convert_tokens_to_ids("b") == 1
 
 

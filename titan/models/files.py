@@ -31,9 +31,10 @@ class ModelFiles:
 
     def __init__(self, name: str, revision: str | None = None, download_dir: str | None = None) -> None:
         self.name = name
+        self.download_dir = download_dir
         self._revision = revision
-        self._download_dir = download_dir
         self._downloaded: Path | None = None
+        self._fetched = set[str]()  # patterns
         path = os.path.expanduser(name)  # noqa: PTH111 - Path("") is a folder
         self._folder = Path(path) if os.path.isdir(path) else None  # noqa: PTH112 - any text may be asked about
         if self._folder is not None and revision is not None:
@@ -53,12 +54,14 @@ class ModelFiles:
         """
         if self._folder is not None:
             return self._folder
+        if self._downloaded is not None and self._fetched.issuperset(patterns):
+            return self._downloaded
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
         name = self.name
         try:
-            folder = snapshot_download(name, revision=self._revision, cache_dir=self._download_dir, allow_patterns=list(patterns))
+            folder = snapshot_download(name, revision=self._revision, cache_dir=self.download_dir, allow_patterns=list(patterns))
         except GatedRepoError as error:
             raise ValueError(f"model {name!r} is gated: ask for access on its hub page, then run `hf auth login`") from error
         except RevisionNotFoundError as error:
@@ -71,6 +74,7 @@ class ModelFiles:
             ) from error
         self._downloaded = Path(folder)
         self._revision = self._downloaded.name  # the commit, lest two downloads be of different ones
+        self._fetched.update(patterns)
         return self._downloaded
 
     def names(self) -> list[str]:

@@ -136,26 +136,22 @@ def load_sampling_defaults(files: ModelFiles) -> dict[str, Any]:
     Raises:
         ValueError: the model does not exist, or the file is not a JSON object.
     """
-    is_there = (files.fetch(GENERATION_CONFIG) / GENERATION_CONFIG).is_file()
+    is_there = (files.fetch(*CONFIG_FILES) / GENERATION_CONFIG).is_file()
     content = files.read_json(GENERATION_CONFIG) if is_there else {}
     return {ours: content[name] for name, ours in SAMPLING_DEFAULTS.items() if content.get(name) is not None}
 
 
-def load_tokenizer(
-    path_or_id: str, revision: str | None = None, download_dir: str | None = None, *, trust_remote_code: bool = False
-) -> PreTrainedTokenizerBase | None:
-    """Read the tokenizer of a model from a folder or a hub id; ``None`` if the model has none.
+def load_tokenizer(files: ModelFiles, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
+    """Read the tokenizer of a model; ``None`` if the model has none.
 
     Args:
-        path_or_id: a folder or hub id.
-        revision: as of `ModelFiles`.
-        download_dir: likewise.
+        files: of the model.
         trust_remote_code: as of `titan.core.options.ModelOptions`.
 
     Raises:
         ValueError: the model does not exist, or its tokenizer cannot be read.
     """
-    files = ModelFiles(path_or_id, revision, download_dir)
+    name = files.name
     folder = files.fetch(*TOKENIZER_FILES, *(["*.py"] if trust_remote_code else []))
     found = sorted({path.name for pattern in TOKENIZER_SIGNS for path in folder.glob(pattern)})
     if not found:
@@ -172,12 +168,12 @@ def load_tokenizer(
         if "trust_remote_code" in str(error):  # which transformers advises to set
             auto_map = files.read_json(TOKENIZER_CONFIG).get("auto_map")
             raise ValueError(
-                f"model {path_or_id!r} has a {TOKENIZER_CONFIG} with auto_map={shown(auto_map)}, and transformers has no such "
+                f"model {name!r} has a {TOKENIZER_CONFIG} with auto_map={shown(auto_map)}, and transformers has no such "
                 f"tokenizer: code of checkpoints is run only with trust_remote_code=True"
             ) from error
-        raise ValueError(f"model {path_or_id!r} has a tokenizer that cannot be read ({some(found)}): {one_line(error)}") from error
+        raise ValueError(f"model {name!r} has a tokenizer that cannot be read ({some(found)}): {one_line(error)}") from error
     if tokenizer.get_vocab().keys() <= {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}:
-        raise ValueError(f"model {path_or_id!r} has a tokenizer without a vocabulary ({some(found)}): it knows special tokens only")
+        raise ValueError(f"model {name!r} has a tokenizer without a vocabulary ({some(found)}): it knows special tokens only")
     return tokenizer
 
 
