@@ -393,14 +393,19 @@ def files_below(folder: Path) -> list[str]:
 def hub(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     for name, copied in (("some/model", "shards"), ("some/draft", "one")):
         shutil.copytree(whole / copied, folder := tmp_path / "hub" / name)
-        for unread in ("consolidated.safetensors", "pytorch_model.bin", "model-Q4.gguf", "stray.safetensors", "README.md"):
-            (folder / unread).touch()
-        (folder / "qwen.tiktoken").touch()
+        for file in (*UNREAD, "qwen.tiktoken", TEMPLATE):
+            (folder / file).parent.mkdir(exist_ok=True)
+            (folder / file).touch()
     return Hub(tmp_path, monkeypatch)
 
 
 SMALL = {"config.json", "generation_config.json"}
-TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "qwen.tiktoken"}
+TEMPLATE = "additional_chat_templates/tools.jinja"
+TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "qwen.tiktoken", TEMPLATE}
+UNREAD = (
+    *("consolidated.safetensors", "pytorch_model.bin", "model-Q4.gguf", "stray.safetensors", "README.md"),
+    *("original/params.json", "original/tokenizer.model", "onnx/merges.txt", "onnx/qwen.tiktoken"),
+)
 
 
 def test_of_a_hub_id_what_is_read_is_downloaded_once_and_of_one_commit(hub: Hub, tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ SINGLE_WEIGHT_FILE = "model.safetensors"
 CONFIG_FILES = (CONFIG, GENERATION_CONFIG, ADAPTER_CONFIG, WEIGHT_INDEX)
 """Small files, which say what else is read."""
 WHAT_IS_READ = "a model is a folder or hub id with config.json and weights in safetensors"
+NOT_READ = ("*/*.json", "*/*.txt", "*/*.model", "*/*.tiktoken")
+"""Files below a model's folder that are of other formats of it; the hub library's "*" stands for slashes as well."""
 
 
 class ModelFiles:
@@ -61,7 +63,13 @@ class ModelFiles:
 
         name = self.name
         try:
-            folder = snapshot_download(name, revision=self._revision, cache_dir=self.download_dir, allow_patterns=list(patterns))
+            folder = snapshot_download(
+                name,
+                revision=self._revision,
+                cache_dir=self.download_dir,
+                allow_patterns=list(patterns),
+                ignore_patterns=list(NOT_READ),
+            )
         except GatedRepoError as error:
             raise ValueError(f"model {name!r} is gated: ask for access on its hub page, then run `hf auth login`") from error
         except RevisionNotFoundError as error:
