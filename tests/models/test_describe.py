@@ -11,13 +11,14 @@ import torch
 from checkpoints import Checkpoint, make_config
 from families import FAMILIES
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 
 from titan import LLM
 from titan.core.options import ModelOptions
 from titan.kernels.backend import choose_backend
 from titan.model_info import model_facts
 from titan.models import loader, weights
+from titan.models.config import as_token_ids
 from titan.models.hf.describe import describe, empty_model
 from titan.models.hf.latents import absorb
 from titan.models.hf.probe import without_weights
@@ -44,6 +45,15 @@ def test_the_dtype_is_that_of_the_checkpoint(name: str) -> None:
     config = tiny_config(name)
     config.dtype = torch.bfloat16
     assert describe(config).dtype == config.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("outer", [[3, 4], 5, None])
+def test_the_end_tokens_of_a_composite_config_are_those_that_transformers_takes(outer: int | list[int] | None) -> None:
+    config = tiny_config("gemma3")
+    config.eos_token_id, config.text_config.eos_token_id = outer, 2
+    expected = GenerationConfig.from_model_config(config).eos_token_id
+    assert describe(config).eos_token_ids == as_token_ids(expected)
+    assert expected == (2 if outer is None else outer)
 
 
 class RoundedLinear(nn.Module):

@@ -147,9 +147,9 @@ def _check_model(model: Any) -> None:
 
 
 def _end_tokens(config: Any) -> Any:
-    """Return those of a config's language model; in composite ones they may be beside it."""
-    own, beside = (getattr(each, "eos_token_id", None) for each in (config.get_text_config(), config))
-    return beside if own is None else own
+    """Return those of a config, or else of its language model's within it, as transformers' generation takes them."""
+    own, inner = (getattr(each, "eos_token_id", None) for each in (config, config.get_text_config()))
+    return inner if own is None else own
 
 
 @contextmanager
