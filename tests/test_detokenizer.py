@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from text_tools import WORLD_CORPUS, make_byte_tokenizer, make_piece_tokenizer
+from text_tools import WORLD_CORPUS, make_byte_tokenizer, make_piece_tokenizer, make_word_tokenizer
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -47,6 +47,16 @@ def byte_tokens(tokenizer: PreTrainedTokenizerFast, data: bytes) -> list[int]:
     """The data as one token for every byte."""
     vocab, names = tokenizer.get_vocab(), bytes_to_unicode()
     return [vocab.get(f"<0x{byte:02X}>", vocab.get(names[byte])) for byte in data]
+
+
+def test_spaces_are_not_cleaned_up() -> None:
+    tokenizer = make_word_tokenizer(["the", "dog", ".", "n't"])
+    assert tokenizer.decode([0, 1, 2, 3]) == "the dog.n't"
+    texts = grow(tokenizer, [0], [1, 2, 3])
+    assert texts == [" dog", " dog .", " dog . n't", " dog . n't"]
+    detokenizer = IncrementalDetokenizer(tokenizer, [0], skip_special_tokens=True)
+    detokenizer.finish([1, 2, 3])
+    assert detokenizer.text == texts[-1], "all at once"
 
 
 @settings(deadline=None, derandomize=True)

@@ -62,6 +62,12 @@ def make_letter_tokenizer(letters: str, style: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
+def make_word_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
+    """Whole words, by id, with spaces between them; those before punctuation go where nobody asks for them."""
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=True)
+
+
 class DigitTokenizer:
     """Each digit is the token of its value; nothing else is a token."""
 

@@ -83,5 +83,9 @@ class IncrementalDetokenizer:
         return best
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=self.skip_special_tokens)
+        text: str = self.tokenizer.decode(
+            token_ids,
+            skip_special_tokens=self.skip_special_tokens,
+            clean_up_tokenization_spaces=False,  # else a token could change the text before it
+        )
         return text

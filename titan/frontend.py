@@ -278,7 +278,7 @@ class FrontEnd:
                 if next(iter(entry.values())).decoded_token is not None:
                     break
                 for token_id, logprob in entry.items():
-                    logprob.decoded_token = self.tokenizer.decode([token_id])
+                    logprob.decoded_token = self.tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
 
 
 def choose_tokenizer(files: ModelFiles, tokenizer: str | None, *, trust_remote_code: bool = False) -> Any | None:

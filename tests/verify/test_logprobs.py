@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 import torch
 from back_ends import make_back_end
 from stepping import greedy, make_engine, submit
-from tiny_models import reference_logits
+from text_tools import make_word_tokenizer
+from tiny_models import make_model, reference_logits
 from zoo import Zoo, random_prompts
 
 from titan import LLM, CompletionOutput, Logprob, SamplingParams
@@ -115,6 +117,15 @@ def test_tokens_carry_their_text_in_generate_and_stream(zoo: Zoo) -> None:
         for entry in piece.logprobs:
             for token_id, logprob in entry.items():
                 assert logprob.decoded_token == llm.frontend.tokenizer.decode([token_id])
+
+
+def test_the_text_of_a_token_is_not_cleaned_up(tmp_path: Path) -> None:
+    make_model(tmp_path)
+    make_word_tokenizer(names := [f" .{i}" for i in range(131)]).save_pretrained(tmp_path)
+    llm = LLM(str(tmp_path), dtype="float32", device="cpu", num_kv_blocks=8)
+    [output] = llm.generate([[3, 4]], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=3), use_tqdm=False)
+    entries = output.outputs[0].logprobs
+    assert entries and all(logprob.decoded_token == names[token_id] for entry in entries for token_id, logprob in entry.items())
 
 
 def test_logprobs_are_trimmed_with_the_tokens_at_a_stop_inside_an_accepted_run(zoo: Zoo) -> None:
