@@ -190,6 +190,7 @@ def lookup(**lengths: Any) -> dict[str, Any]:
         ({"speculative_config": {"method": "ngram", "model": "m"}}, None, "'model'.='m' contradicts method='ngram'.* None or"),
         ({"speculative_config": {"method": "draft_model", "model": "ngram"}}, None, "'ngram' contradicts method='draft_model'"),
         ({"speculative_config": {"model": "m", "prompt_lookup_min": 2}}, None, "prompt_lookup_min .* are for 'ngram'"),
+        ({"quantization": "awq"}, None, "quantization='awq' is not allowed: leave it out, .* config of a checkpoint says how it"),
         ({"speculative_config": "m"}, None, "speculative_config='m' is not allowed: it must be a dict"),
     ],
 )

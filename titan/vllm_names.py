@@ -44,6 +44,16 @@ def _only(allowed: Any) -> Translation:
     return check
 
 
+def _quantisation(name: str, value: Any) -> dict[str, Any]:
+    """An option of which nothing is left to say: a checkpoint is quantised as its config has it."""
+    if value is not None:
+        raise ValueError(
+            f"{name}={shown(value)} is not allowed: leave it out, or give None, since the config of a checkpoint says how it is "
+            f"quantised, and others are not quantised when they are loaded"
+        )
+    return {}
+
+
 def _speculation(name: str, config: Any) -> dict[str, Any]:
     """Translate vLLM's dict about speculation: with a draft model, or with "ngram", prompt lookup."""
     if config is None:
@@ -92,7 +102,7 @@ TRANSLATIONS: Mapping[str, Translation] = {
     "kv_cache_memory_bytes": _renamed("kv_cache_memory"),
     "tensor_parallel_size": _only(1),
     "pipeline_parallel_size": _only(1),
-    "quantization": _only(None),
+    "quantization": _quantisation,
     "enable_chunked_prefill": _only(True),
     "long_prefill_token_threshold": lambda name, value: {"prefill_chunk_size": check_integer(name, value, 0) or None},
     "speculative_config": _speculation,
