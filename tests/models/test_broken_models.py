@@ -216,7 +216,8 @@ CONFIG_ALONE: dict[str, tuple[dict[str, Any], str]] = {
         "model_type='mine' is unknown to transformers ..., and auto_map={... names code of the checkpoint: allowed with "
         "trust_remote_code=True",
     ),
-    "no language model": ({"model_type": "vit"}, "model_type='vit' is none of transformers' causal language models, ..."),
+    "no language model": ({"model_type": "vit"}, "model_type='vit' is none of transformers' causal language models, nor ..."),
+    "a language model beside sound": ({"model_type": "qwen2_audio"}, "model_type='qwen2_audio' is none of transformers' ..."),
     "encoder-decoder": ({"model_type": "t5"}, "model_type='t5' is an encoder-decoder, which is not supported"),
     "ALiBi": ({"model_type": "bloom"}, "model_type='bloom' has ALiBi, which is not supported: it must take position ids"),
     "state space": (

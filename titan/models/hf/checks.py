@@ -32,8 +32,8 @@ def check_config(config: Any, *, runs_own_code: bool) -> None:
     has_class = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or composite_class(config) is not None
     if not has_class and not hasattr(config, "auto_map"):
         raise ValueError(
-            f"model_type={config.model_type!r} is none of transformers' causal language models, and has none inside: allowed are "
-            "those of docs/models.md"
+            f"model_type={config.model_type!r} is none of transformers' causal language models, nor of its models of images and "
+            "text: allowed are those of docs/models.md"
         )
     if getattr(text_config, "alibi", False) or config.model_type in ("bloom", "mpt"):
         raise ValueError(f"model_type={config.model_type!r} has ALiBi, which is not supported: it must take position ids")
