@@ -89,8 +89,12 @@ def test_weights_take_no_memory_where_a_model_is_described() -> None:
         assert model(input_ids=torch.zeros(1, 1, dtype=torch.int64)).logits.shape == (1, 1, 131)
 
 
-def test_configs_are_described_once_and_headers_of_weights_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint, calls = Checkpoint(FAMILIES["mixtral"], tmp_path), []
+@pytest.mark.parametrize(("name", "is_described"), [("mixtral", True), ("gemma", False)])
+def test_configs_are_described_once_and_headers_of_weights_are_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_described: bool
+) -> None:
+    """Of Titan's own decoder, whose embedding may be tied, too."""
+    checkpoint, calls = Checkpoint(FAMILIES[name], tmp_path), []
 
     def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **options: calls.append(name) or function(*args, **options)  # type: ignore[func-returns-value]
@@ -98,4 +102,5 @@ def test_configs_are_described_once_and_headers_of_weights_are_read_once(tmp_pat
     for module, name in ((loader, "describe"), (weights, "_find_tensors")):
         monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
     LLM(checkpoint.path, checkpoint.path, device="cpu", dtype="float32", warm_up=False, max_model_len=64)
-    assert sorted(calls) == ["_find_tensors"] * 2 + ["describe"] * 2, "of the target and of the draft"
+    assert checkpoint.model.config.tie_word_embeddings == (not is_described)
+    assert sorted(calls) == ["_find_tensors"] * 2 + ["describe"] * 2 * is_described, "of the target and of the draft"

@@ -167,13 +167,13 @@ def test_rotations_are_those_of_the_positions_that_are_run(tmp_path: Path, draft
 LOAD_IN_THREADS = """
 import threading, torch
 from titan import LLM, SamplingParams
-from titan.models import loader
+from titan.models import weights
 params, outputs, devices, start = SamplingParams(temperature=0, max_tokens=8), [], [], threading.Barrier(2)
-class WatchedDecoder(loader.Decoder):
+class WatchedDecoder(weights.Decoder):
     def register_parameter(self, name, parameter):
         devices.append(torch.nn.Linear(2, 2).weight.device.type)
         super().register_parameter(name, parameter)
-loader.Decoder = WatchedDecoder
+weights.Decoder = WatchedDecoder
 def load():
     llm = LLM("demo", "demo", device="cpu", num_kv_blocks=32, speculation="fixed")
     outputs.append(llm.generate("def f(", params, use_tqdm=False)[0].outputs[0].token_ids)

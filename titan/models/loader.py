@@ -31,7 +31,7 @@ from titan.models.hf.describe import TransformersConfig, describe, empty_model
 from titan.models.hf.load import load_weights as load_modules
 from titan.models.registry import NotNativeError, check_supported
 from titan.models.token_order import TokenOrder
-from titan.models.weights import as_stored, fetch_weights, load_weights, weight_files, weights_dtype
+from titan.models.weights import fetch_weights, read_decoder, weight_files, weights_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -223,9 +223,7 @@ def load_model(
         config = replace(config, max_position_embeddings=min(config.max_position_embeddings, max_positions))
     dtype = run_dtype(dtype, checkpoint, backend)
     if isinstance(config, DecoderConfig):
-        model = Decoder(as_stored(config, files, dtype), dtype=dtype, backend=backend, is_empty=True)
-        load_weights(model, files, pack=pack, order=order, weight_bits=weight_bits)
-        return model
+        return read_decoder(config, files, dtype=dtype, backend=backend, pack=pack, order=order, weight_bits=weight_bits)
     assert isinstance(config, TransformersConfig) and weight_bits is None
     paths = fetch_weights(files)  # its errors name the model
     with _naming(files.name, "checkpoint"), _TRANSFORMERS_LOCK:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from titan.core.checks import shown
 from titan.core.dtypes import dtype_name
+from titan.kernels.interfaces import Backend
 from titan.models.config import DecoderConfig
 from titan.models.decoder import Decoder
 from titan.models.files import CONFIG_FILES, SINGLE_WEIGHT_FILE, WEIGHT_INDEX, ModelFiles, no_model, one_line, some
@@ -34,50 +35,47 @@ MAX_SHARED_NUMBERS = 2**24
 """Size of the largest weight whose place in memory is shared while it is packed; the allocator gives larger ones back at once."""
 
 
-def as_stored(config: DecoderConfig, files: ModelFiles, dtype: torch.dtype) -> DecoderConfig:
-    """Return a config without tied embeddings if the checkpoint has a head that differs from its embedding.
+def read_decoder(
+    config: DecoderConfig,
+    files: ModelFiles,
+    *,
+    dtype: torch.dtype,
+    backend: Backend,
+    pack: bool,
+    order: TokenOrder | None,
+    weight_bits: int | None,
+) -> Decoder:
+    """Return a decoder with its weights, ready to run.
 
-    As in transformers, the weights then count, not what the config says of them.
+    If its config says that embedding and head are tied, but the checkpoint has a head that differs, they are not: as in
+    transformers, the weights count.
 
     Args:
         config: of the model.
         files: of the model, whose weights are downloaded if need be.
         dtype: to run in.
-
-    Raises:
-        ValueError: weights are missing, damaged or not finite.
-    """
-    if "tied_embedding" not in config.traits:
-        return config
-    tensors = _find_tensors(files)
-    embedding, head = tensors.get(EMBEDDING), tensors.get(HEAD)
-    if embedding is None or head is None or _are_equal(embedding, head, dtype):
-        return config
-    LOG.warning(
-        "model %r runs untied: its config has tie_word_embeddings=true, but its %s differs from its %s", files.name, HEAD, EMBEDDING
-    )
-    return replace(config, traits=config.traits - {"tied_embedding"})
-
-
-def load_weights(
-    model: Decoder, files: ModelFiles, *, pack: bool, order: TokenOrder | None, weight_bits: int | None = None
-) -> None:
-    """Fill an empty decoder, and make it ready to run.
-
-    Args:
-        model: whose parameters are on the meta device.
-        files: of the model.
+        backend: that runs it.
         pack: pack the weights where possible; see `Decoder.prepare`.
         order: of the tokens; ``None`` = the checkpoint's.
         weight_bits: 8 rounds the matrices of linear layers, and packs them; ``None`` leaves them as they are.
 
     Raises:
-        ValueError: the weights do not fit the config, or are not finite.
+        ValueError: the weights are missing or damaged, do not fit the config, or are not finite.
     """
-    destinations, tensors = destinations_of(model), _find_tensors(files)
-    _check_weights(destinations, tensors, model.config, files.name)
+    tensors = _find_tensors(files)
+    embedding, head = tensors.get(EMBEDDING), tensors.get(HEAD)
+    if "tied_embedding" in config.traits and embedding and head and not _are_equal(embedding, head, dtype):
+        LOG.warning(
+            "model %r runs untied: its config has tie_word_embeddings=true, but its %s differs from its %s",
+            *(files.name, HEAD, EMBEDDING),
+        )
+        config = replace(config, traits=config.traits - {"tied_embedding"})
+    model = Decoder(config, dtype=dtype, backend=backend, is_empty=True)
+    destinations = destinations_of(model)
+    _check_weights(destinations, tensors, config, files.name)
     _load_weights(model, destinations, tensors, pack, order, weight_bits)
     model.prepare(pack=pack, weight_bits=weight_bits, num_outputs=None if order is None else order.num_outputs)
+    return model
 
 
 @dataclass(frozen=True, slots=True)
