@@ -65,6 +65,18 @@ def test_tied_weights_may_be_stored_twice_and_rotary_buffers_of_old_checkpoints_
 
 
 @pytest.mark.parametrize("model_impl", ["native", "transformers"])
+def test_of_tied_weights_either_may_be_stored(tmp_path: Path, model_impl: str) -> None:
+    """`safetensors.torch.save_model` keeps one of those that share memory; transformers takes whichever there is."""
+    model, prompt = make_model(tmp_path, tie_word_embeddings=True), [5, 6, 7]
+    edit_weights(tmp_path, model__embed_tokens__weight=None, lm_head__weight=model.lm_head.weight.detach().clone())
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    written = reloaded.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    engine = make_engine(str(tmp_path), model_impl=model_impl, num_kv_blocks=8)
+    assert run_all(engine, [prompt], [greedy(12, ignore_eos=True)]) == [written[0, 3:].tolist()]
+    assert torch.equal(reloaded.get_input_embeddings().weight, model.lm_head.weight)
+
+
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
 def test_a_stored_head_that_differs_from_the_embedding_is_not_tied(
     tmp_path: Path, model_impl: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

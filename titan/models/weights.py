@@ -47,8 +47,8 @@ def read_decoder(
 ) -> Decoder:
     """Return a decoder with its weights, ready to run.
 
-    If its config says that embedding and head are tied, but the checkpoint has a head that differs, they are not: as in
-    transformers, the weights count.
+    If its config says that embedding and head are tied, the checkpoint may have either. If it has both, and they differ, they are
+    not tied: as in transformers, the weights count.
 
     Args:
         config: of the model.
@@ -64,12 +64,15 @@ def read_decoder(
     """
     tensors = _find_tensors(files)
     embedding, head = tensors.get(EMBEDDING), tensors.get(HEAD)
-    if "tied_embedding" in config.traits and embedding and head and not _are_equal(embedding, head, dtype):
-        LOG.warning(
-            "model %r runs untied: its config has tie_word_embeddings=true, but its %s differs from its %s",
-            *(files.name, HEAD, EMBEDDING),
-        )
-        config = replace(config, traits=config.traits - {"tied_embedding"})
+    if "tied_embedding" in config.traits and head is not None:
+        if embedding is None:
+            tensors[EMBEDDING] = head
+        elif not _are_equal(embedding, head, dtype):
+            LOG.warning(
+                "model %r runs untied: its config has tie_word_embeddings=true, but its %s differs from its %s",
+                *(files.name, HEAD, EMBEDDING),
+            )
+            config = replace(config, traits=config.traits - {"tied_embedding"})
     model = Decoder(config, dtype=dtype, backend=backend, is_empty=True)
     destinations = destinations_of(model)
     _check_weights(destinations, tensors, config, files.name)
@@ -258,9 +261,9 @@ def _check_weights(
             f"missing {some(missing)}; unexpected {some(unexpected)}"
         )
     for key, destination in destinations.items():
-        if tensors[key].shape != destination.shape:
+        if (tensor := tensors[key]).shape != destination.shape:
             raise ValueError(
-                f"model {name!r} has weight {key!r} of shape {list(tensors[key].shape)} in {tensors[key].file.name}: "
+                f"model {name!r} has weight {tensor.key!r} of shape {list(tensor.shape)} in {tensor.file.name}: "
                 f"its config asks for {list(destination.shape)}"
             )
 
