@@ -59,13 +59,11 @@ class LLM:
         config, draft_model = translate(options, _as_draft(draft_model))
         if not isinstance(model, str | PathLike):
             raise ValueError(f"model={shown(model)} is not allowed: it must be 'demo', a folder or a Hugging Face hub id")
-        target = fspath(model)
-        files = ModelFiles(resolve_model(target, "target"), config.model.revision, config.model.download_dir)
+        files = ModelFiles(resolve_model(fspath(model), "target"), config.model.revision, config.model.download_dir)
         trust = config.model.trust_remote_code
         checkpoint = open_model(files, config.model.model_impl, trust_remote_code=trust)  # before more is downloaded
-        self._default_params = SamplingParams()
-        if config.model.generation_config == "auto":
-            self._default_params = _default_params(target, files)
+        has_defaults = config.model.generation_config == "auto"
+        self._default_params = load_sampling_defaults(files) if has_defaults else SamplingParams()
         target_tokenizer = choose_tokenizer(files, check_path("tokenizer", tokenizer), trust_remote_code=trust)
         self.engine = Engine(config, checkpoint, draft_model, target_tokenizer)
         self.frontend = FrontEnd(self.engine, target_tokenizer)
@@ -268,16 +266,6 @@ class LLM:
             AssertionError: the block pool's invariants are broken, which is a bug in Titan.
         """
         return self.frontend.loop.between_steps(lambda: _diagnose(self.engine))
-
-
-def _default_params(model: str, files: ModelFiles) -> SamplingParams:
-    values = load_sampling_defaults(files)
-    try:
-        return SamplingParams(**values)
-    except ValueError as error:
-        raise ValueError(
-            f"model {model!r} has a generation_config.json that cannot be used: {error}; generation_config='vllm' does without it"
-        ) from error
 
 
 def _as_draft(draft_model: DraftSpec | PathLike[str]) -> DraftSpec:

@@ -14,6 +14,7 @@ from torch import nn
 
 from titan.core.checks import shown
 from titan.core.dtypes import RUN_DTYPES
+from titan.core.sampling_params import SamplingParams
 from titan.kernels.interfaces import Backend, Model
 from titan.models.config import DecoderConfig, ModelConfig, as_token_ids, check_entries, check_sizes
 from titan.models.decoder import Decoder
@@ -130,15 +131,21 @@ def run_dtype(dtype: str | torch.dtype, checkpoint: Checkpoint, backend: Backend
     return resolve_dtype(dtype, stored, backend)
 
 
-def load_sampling_defaults(files: ModelFiles) -> dict[str, Any]:
-    """Read what the generation_config.json of a model says about sampling, by the names of `SamplingParams`; empty without one.
+def load_sampling_defaults(files: ModelFiles) -> SamplingParams:
+    """Read what the generation_config.json of a model says about sampling; what it does not say is as in `SamplingParams`.
 
     Raises:
-        ValueError: the model does not exist, or the file is not a JSON object.
+        ValueError: the model does not exist, or the file is not a JSON object, or has what is not allowed.
     """
     is_there = (files.fetch(*CONFIG_FILES) / GENERATION_CONFIG).is_file()
     content = files.read_json(GENERATION_CONFIG) if is_there else {}
-    return {ours: content[name] for name, ours in SAMPLING_DEFAULTS.items() if content.get(name) is not None}
+    values = {ours: content[name] for name, ours in SAMPLING_DEFAULTS.items() if content.get(name) is not None}
+    try:
+        return SamplingParams(**values)
+    except ValueError as error:
+        raise ValueError(
+            f"model {files.name!r} has a {GENERATION_CONFIG} that cannot be used: {error}; generation_config='vllm' does without it"
+        ) from error
 
 
 def load_tokenizer(files: ModelFiles, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
