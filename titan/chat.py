@@ -21,37 +21,6 @@ OWN_OPTIONS = ("conversation", "tokenize", "return_dict", "return_tensors", "pad
 """Arguments of ``apply_chat_template`` that are no variables of a template; some would cut prompts, of other threads as well."""
 
 
-def template_options(own: Mapping[str, Any], kwargs: object) -> dict[str, Any]:
-    """Return what a template is called with.
-
-    Args:
-        own: the arguments of `titan.LLM.chat` that go to the template.
-        kwargs: its ``chat_template_kwargs``.
-
-    Raises:
-        ValueError: one of them is not allowed, or ``kwargs`` has what is an argument itself.
-    """
-    check_text("chat_template", own["chat_template"])
-    for name in ("add_generation_prompt", "continue_final_message"):
-        check_bool(name, own[name])
-    if own["continue_final_message"] and own["add_generation_prompt"]:
-        raise ValueError("continue_final_message=True contradicts add_generation_prompt=True: allowed with it is False")
-    tools = own["tools"]
-    if not isinstance(tools, list | tuple | None) or not all(isinstance(tool, Mapping) or callable(tool) for tool in tools or ()):
-        raise ValueError(
-            f"tools={shown(tools)} is not allowed: it must be a list of functions, or of dicts that describe them, or None"
-        )
-    if not isinstance(kwargs, Mapping | None) or not all(isinstance(key, str) for key in kwargs or ()):
-        raise ValueError(f"chat_template_kwargs={shown(kwargs)} is not allowed: it must be a dict with names as keys, or None")
-    kwargs = kwargs or {}
-    if taken := [name for name in (*OWN_OPTIONS, *own) if name in kwargs]:
-        raise ValueError(
-            f"chat_template_kwargs has {', '.join(taken)}, which Titan or an argument of chat() sets: allowed is what the template "
-            f"takes besides"
-        )
-    return {**own, **kwargs}
-
-
 class ChatTemplate:
     """A chat template, as it is called.
 
@@ -60,12 +29,19 @@ class ChatTemplate:
     become lines, as in vLLM.
 
     Args:
-        tokenizer: a transformers tokenizer with a chat template.
-        options: of the tokenizer's ``apply_chat_template``, from `template_options`.
+        tokenizer: a transformers tokenizer; ``None``: the model has none.
+        kwargs: the ``chat_template_kwargs`` of `titan.LLM.chat`.
+        own: its other arguments that go to the template.
+
+    Raises:
+        ValueError: one of them is not allowed, ``kwargs`` has what is an argument itself, or there is no chat template.
     """
 
-    def __init__(self, tokenizer: Any, **options: Any) -> None:
-        self._tokenizer, self._options = tokenizer, options
+    def __init__(self, tokenizer: Any | None, kwargs: object, **own: Any) -> None:
+        self._options = _read_options(own, kwargs)
+        if tokenizer is None or not (own["chat_template"] or tokenizer.chat_template):
+            raise ValueError("chat() needs a tokenizer with a chat template, and the model has none: use generate()")
+        self._tokenizer = tokenizer
         by_text, by_parts = self._try(PROBE), self._try(_as_parts([PROBE]))
         self._takes_text = PROBE in by_text or PROBE not in by_parts  # a template may refuse such a conversation anyway
         self._takes_parts = PROBE in by_parts and (by_parts == by_text or not self._takes_text)
@@ -118,6 +94,29 @@ def as_conversations(messages: Any) -> list[Any]:
             f'{{"role": "...", "content": "..."}}, or a list of such lists'
         )
     return [messages] if isinstance(messages[0], Mapping) else list(messages)
+
+
+def _read_options(own: Mapping[str, Any], kwargs: object) -> dict[str, Any]:
+    """Return what a template is called with."""
+    check_text("chat_template", own["chat_template"])
+    for name in ("add_generation_prompt", "continue_final_message"):
+        check_bool(name, own[name])
+    if own["continue_final_message"] and own["add_generation_prompt"]:
+        raise ValueError("continue_final_message=True contradicts add_generation_prompt=True: allowed with it is False")
+    tools = own["tools"]
+    if not isinstance(tools, list | tuple | None) or not all(isinstance(tool, Mapping) or callable(tool) for tool in tools or ()):
+        raise ValueError(
+            f"tools={shown(tools)} is not allowed: it must be a list of functions, or of dicts that describe them, or None"
+        )
+    if not isinstance(kwargs, Mapping | None) or not all(isinstance(key, str) for key in kwargs or ()):
+        raise ValueError(f"chat_template_kwargs={shown(kwargs)} is not allowed: it must be a dict with names as keys, or None")
+    kwargs = kwargs or {}
+    if taken := [name for name in (*OWN_OPTIONS, *own) if name in kwargs]:
+        raise ValueError(
+            f"chat_template_kwargs has {', '.join(taken)}, which Titan or an argument of chat() sets: allowed is what the template "
+            f"takes besides"
+        )
+    return {**own, **kwargs}
 
 
 def _read_message(index: int, message: object) -> dict[str, Any]:

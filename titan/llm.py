@@ -7,7 +7,7 @@ from copy import deepcopy
 from os import PathLike, fspath
 from typing import Any, Unpack
 
-from titan.chat import ChatTemplate, Conversation, as_conversations, template_options
+from titan.chat import ChatTemplate, Conversation, as_conversations
 from titan.core.checks import check_bool, check_path, shown
 from titan.core.metrics import EngineMetrics
 from titan.core.outputs import RequestOutput
@@ -144,16 +144,15 @@ class LLM:
         Raises:
             ValueError: there is no chat template, an argument is not allowed, or as in `generate`.
         """
-        own: dict[str, Any] = {
-            "chat_template": chat_template,
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            "tools": tools,
-        }
-        options, tokenizer = template_options(own, chat_template_kwargs), self.frontend.tokenizer
-        if tokenizer is None or not (chat_template or tokenizer.chat_template):
-            raise ValueError("chat() needs a tokenizer with a chat template, and the model has none: use generate()")
-        template, prompts = ChatTemplate(tokenizer, **options), list[Prompt | ValueError]()
+        template = ChatTemplate(
+            self.frontend.tokenizer,
+            chat_template_kwargs,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+        )
+        prompts: list[Prompt | ValueError] = []
         for conversation in as_conversations(messages):
             try:
                 prompts.append(template.render(conversation))
