@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
 
@@ -52,7 +53,7 @@ def replace_modules(model: Any, decoder: nn.Module, ops: LayerOps, kv: KVTensor,
             widen(module, recurse=False)
     with widened_in_turn(all_parts if is_narrow else ()):
         calls = record_calls(decoder, ops, kv)
-    replacing = _Replacing(ops, kv, calls, max_positions, all_parts, dtype, is_narrow=is_narrow)
+    replacing = _Replacing(ops, kv, calls, max_positions, set(all_parts), dtype, is_narrow)
     if ops.packs:
         replacing.replace_tied_embedding(model)
     replacing.replace_children(model)
@@ -95,33 +96,18 @@ def record_calls(decoder: nn.Module, ops: LayerOps, kv: KVTensor) -> dict[nn.Mod
     return calls
 
 
+@dataclass(slots=True, eq=False)
 class _Replacing:
-    """Replacement of the modules of one model.
+    """Replacement of the modules of one model."""
 
-    Args:
-        ops: of the model.
-        kv: of the model, with one block.
-        calls: of its attention modules, see `record_calls`.
-        max_positions: of the model.
-        parts: of the model, which are made ready one after another.
-        dtype: in which the model runs.
-        is_narrow: whether weights may be of fewer bits, and are widened if they are not replaced.
-    """
-
-    def __init__(
-        self,
-        ops: LayerOps,
-        kv: KVTensor,
-        calls: Mapping[nn.Module, dict[str, Any]],
-        max_positions: int,
-        parts: Collection[nn.Module],
-        dtype: torch.dtype,
-        *,
-        is_narrow: bool,
-    ) -> None:
-        self._ops, self._kv, self._calls, self._max_positions = ops, kv, calls, max_positions
-        self._parts, self._dtype, self._is_narrow = set(parts), dtype, is_narrow
-        self._kept: nn.Module | None = None  # an output head whose weight others read
+    ops: LayerOps
+    kv: KVTensor  # with one block
+    calls: Mapping[nn.Module, dict[str, Any]]  # of attention modules, see `record_calls`
+    max_positions: int
+    parts: Collection[nn.Module]  # which are made ready one after another
+    dtype: torch.dtype  # in which the model runs
+    is_narrow: bool  # weights may be of fewer bits, and are widened if they are not replaced
+    kept: nn.Module | None = None  # an output head whose weight others read
 
     def replace_tied_embedding(self, model: Any) -> None:
         """Replace embeddings and output head, if they have the same weight: both then read the packed one."""
@@ -137,9 +123,9 @@ class _Replacing:
         ]
         if any(reads_weight(*place) for place in places):
             packed = None
-        rows = None if packed is None else fuse_embedding(self._ops, embedding, packed.packed.weight, packed.dtype)
+        rows = None if packed is None else fuse_embedding(self.ops, embedding, packed.packed.weight, packed.dtype)
         if packed is None or rows is None:
-            self._kept = head
+            self.kept = head
             return
         for parent, name in places:
             setattr(parent, name, packed if getattr(parent, name) is head else rows)
@@ -148,33 +134,33 @@ class _Replacing:
         """Replace what can be replaced below a module."""
         for name, child in parent.named_children():
             is_read = reads_weight(parent, name)
-            replacement: nn.Module | None = None if is_read or child is self._kept else self._packed_linear(child)
-            if replacement is None and child in self._parts and self._is_narrow:
+            replacement: nn.Module | None = None if is_read or child is self.kept else self._packed_linear(child)
+            if replacement is None and child in self.parts and self.is_narrow:
                 widen(child)
             if replacement is None and not is_read:
                 replacement = self._replacement(child)
             if replacement is not None:
                 setattr(parent, name, replacement)
-            elif not self._ops.packs or not pack_experts(self._ops, child):
+            elif not self.ops.packs or not pack_experts(self.ops, child):
                 self.replace_children(child)
-            if child in self._parts:
+            if child in self.parts:
                 give_back()
 
     def _replacement(self, module: nn.Module) -> nn.Module | None:
-        ops, bound = self._ops, getattr(module, BINDING, None)
-        if bound is not None and module in self._calls:
-            attention = fuse_attention(ops, bound, module, self._calls[module], self._kv, self._max_positions)
+        ops, bound = self.ops, getattr(module, BINDING, None)
+        if bound is not None and module in self.calls:
+            attention = fuse_attention(ops, bound, module, self.calls[module], self.kv, self.max_positions)
             for name in PROJECTIONS if attention is not None else ():
                 setattr(module, name, None)  # its weights are no longer needed, but others may hold the module
             return attention
-        return fuse_norm(ops, module) or fuse_mlp(ops, module, self._dtype)
+        return fuse_norm(ops, module) or fuse_mlp(ops, module, self.dtype)
 
     def _packed_linear(self, module: nn.Module) -> PackedLinear | None:
-        if not self._ops.packs or not is_plain_linear(module):
+        if not self.ops.packs or not is_plain_linear(module):
             return None
         linear = cast("nn.Linear", module)
-        if not self._is_narrow and linear.weight.dtype != self._dtype:  # it computes in a dtype of its own
+        if not self.is_narrow and linear.weight.dtype != self.dtype:  # it computes in a dtype of its own
             return None
-        packed = PackedLinear(self._ops, linear, self._dtype)
-        rows = mixed_rows(torch.empty(linear.in_features, dtype=self._dtype, device=linear.weight.device))
+        packed = PackedLinear(self.ops, linear, self.dtype)
+        rows = mixed_rows(torch.empty(linear.in_features, dtype=self.dtype, device=linear.weight.device))
         return packed if is_close(packed(rows), apply_linear(linear, rows)) else None
