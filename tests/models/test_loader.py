@@ -14,10 +14,12 @@ import torch
 from interpreted import triton_backend
 from safetensors.torch import load_file, save_file
 from stepping import greedy, make_engine, run_all
+from text_tools import make_tokenizer
 from tiny_models import make_model
 from tokenizers import Tokenizer, models
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.auto import tokenization_auto
 
 from titan.bench.loading import load_decoder
 from titan.kernels.backend import choose_backend
@@ -113,6 +115,19 @@ def test_the_tokenizer_is_read_if_there_is_one(tmp_path: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))).save_pretrained(tmp_path)
     tokenizer = load_tokenizer(files)
     assert tokenizer is not None and tokenizer.convert_tokens_to_ids("b") == 1
+
+
+def test_a_tokenizer_is_not_mistral_commons_even_if_that_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(tokenization_auto.TOKENIZER_MAPPING_NAMES, "mistral", "MistralCommonBackend")
+    monkeypatch.setattr("transformers.integrations.mistral.tokenizer.is_mistral_common_available", lambda: True)
+    theirs = object()
+    monkeypatch.setattr("transformers.tokenization_mistral_common.MistralCommonBackend.from_pretrained", lambda *_, **__: theirs)
+    make_model(tmp_path, "mistral")
+    make_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "tekken.json").write_text("{}")
+    assert AutoTokenizer.from_pretrained(tmp_path) is theirs
+    tokenizer = load_tokenizer(ModelFiles(str(tmp_path)))
+    assert tokenizer is not None and tokenizer.encode("the dog") == make_tokenizer().encode("the dog")
 
 
 @pytest.mark.parametrize("has_instructions", [False, True])

@@ -167,7 +167,10 @@ def load_tokenizer(files: ModelFiles, *, trust_remote_code: bool = False) -> Pre
         with _TRANSFORMERS_LOCK:
             from transformers import AutoTokenizer
 
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+            # where mistral-common is installed, its tokenizers would be taken, which lack some of the others' methods
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=trust_remote_code, mistral_format=False
+            )
     except Exception as error:  # transformers and tokenizers raise whatever the damage leads to
         for file in found:
             if file.endswith(".json"):
