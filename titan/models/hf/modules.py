@@ -77,7 +77,7 @@ class PackedEmbedding(nn.Module):
 
     def __init__(self, ops: LayerOps, weight: Tensor, size: int, scale: Tensor | None) -> None:
         super().__init__()
-        self.embedding_dim = size
+        self.num_embeddings, self.embedding_dim = len(weight), size  # as of an `nn.Embedding`, which code of a checkpoint may read
         self._ops, self._weight, self._scale = ops, weight, scale
 
     def forward(self, token_ids: Tensor) -> Tensor:
