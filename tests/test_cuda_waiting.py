@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from zoo import Zoo
 
-from titan.bench.gpu.host_time import capture_in_name
+from titan.bench.gpu.interpreted import capture_in_name
 from titan.core.options import EngineConfig
 from titan.core.outputs import RequestMetrics
 from titan.core.request import Request

@@ -33,6 +33,11 @@ def eager_capture() -> Capture:
     return capture
 
 
+def capture_in_name(function: Callable[[], Tensor]) -> Replay:
+    """Run the host's part of passes once, as the capture of a graph does; a replay has none."""
+    return Replay(lambda: None, function())
+
+
 class InterpretedBackend(TritonBackend):
     """The back end of a CUDA device, on the CPU."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from titan.bench.micro.stage import Stage, make_stage
+
+collect_ignore = [] if find_spec("triton") else ["micro_cuda_host.py"]  # not every platform has it
 
 
 @pytest.fixture(params=[1, 32])

@@ -68,10 +68,14 @@ def test_a_run_measures_kernels_and_the_host_and_fails_the_next_if_asked_to(tmp_
         command = [sys.executable, "-c", start, "bench", "kernels", "--threads", "1", "--seconds", "0.01", *options]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
-    first = run("--select", "rms_norm and 1- or build_batch and 1]", "--json", str(path))
+    first = run("--select", "rms_norm and 1- or build_batch and 1] or cuda_step and auto-1]", "--json", str(path))
     assert first.returncode == 0, first.stderr
     rows = {row["labels"]["benchmark"]: row["figures"] for row in json.loads(path.read_text())["rows"]}
-    assert "build_batch[1]" in rows and any("rms_norm" in name for name in rows) and not any("32" in name for name in rows)
+    assert (
+        rows.keys() >= {"build_batch[1]", "cuda_step[auto-1]"}
+        and any("rms_norm" in name for name in rows)
+        and not any("32" in name for name in rows)
+    )
     assert all(0 < row[FASTEST]["median"] <= row[MEDIAN]["median"] and row[RELATIVE]["median"] > 0 for row in rows.values())
     second = run("--select", "build_batch and 1]", "--compare", str(path), "--fail", "--threshold", "1e-9")
     assert second.returncode == 1 and "1 benchmark ran; 1 of 1 are slower than stored by more than 1e-09 x." in second.stdout

@@ -1,23 +1,22 @@
-"""The host's part of a speculative step on the CUDA path, on a machine without a GPU: milliseconds per step.
+"""The host's part of a speculative step on the CUDA path, also on a machine without a GPU.
 
-    python -m titan.bench.gpu.host_time
-    python -m titan.bench.gpu.host_time --requests 32 --context 32768
+    titan bench kernels --select cuda_host
 
 Scheduling, batches, uploads, growth, verification and commit run as they do on a GPU; kernels and graphs are launched in name only,
 and a matrix product is an empty tensor. Each request drafts a chain, of which it accepts half: a greedy one, or with "auto" the one
-that is made up as the choice of a beam of width one. A time is the thread's CPU time.
+that is made up as the choice of a beam of width one.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import product, repeat
+from itertools import repeat
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -25,10 +24,8 @@ from triton.runtime.jit import JITFunction
 
 from titan.bench.engine_run import make_requests
 from titan.bench.gpu import random_models
-from titan.bench.options import bench_parser, parse, positive
+from titan.bench.gpu.interpreted import capture_in_name
 from titan.bench.prompts import random_prompts
-from titan.bench.report import Report, figure_table, measure_and_publish
-from titan.bench.samples import Row, Spread
 from titan.bench.workloads import Lengths, take_workload
 from titan.core.options import EngineConfig
 from titan.core.trees import DraftTree
@@ -37,14 +34,14 @@ from titan.draft.registry import register
 from titan.engine import Engine
 from titan.kernels.triton import tools
 from titan.kernels.triton.backend import TritonBackend
-from titan.kernels.triton.cuda_graphs import Replay
 from titan.kernels.triton.layers import TritonOps
 from titan.kernels.triton.sampling import TritonSampling
 from titan.models.decoder import Decoder
 
-NUM_DRAFTS, NUM_STEPS, NUM_WARM_UPS = 6, 200, 8
+CONTEXT_LEN, NUM_DRAFTS, NUM_STEPS, NUM_WARM_UPS = 8192, 6, 200, 8
+OUTPUT_LEN = (NUM_STEPS + 2 * NUM_WARM_UPS) * (NUM_DRAFTS + 1)
 VOCAB_SIZE, NUM_LIKELY = 512, 8
-COLUMNS = {"ms/step": "±.2f"}
+pytestmark = pytest.mark.benchmark(group="host")
 
 
 class IdleBackend(TritonBackend):
@@ -70,11 +67,6 @@ class IdleBackend(TritonBackend):
         return [paths, final_tokens, *nodes]
 
 
-def capture_in_name(function: Callable[[], Tensor]) -> Replay:
-    """Run the host's part of passes once, as the capture of a graph does; a replay has none."""
-    return Replay(lambda: None, function())
-
-
 @contextmanager
 def launching_nothing() -> Iterator[None]:
     """Kernels of Triton are not run, products are empty, and a few tokens are the most likely ones."""
@@ -93,72 +85,36 @@ def launching_nothing() -> Iterator[None]:
         yield
 
 
-def milliseconds(draft_tree: str, num_requests: int, context_len: int, seed: int) -> list[float]:
-    """Time the steps of requests that all decode after prompts of this length."""
+def make_engine(draft_tree: str, num_requests: int, seed: int) -> Engine:
+    """Return an engine whose requests have all run their prompts."""
     backend = IdleBackend()
 
     def decoder() -> Decoder:
         config = random_models.llama(32, 64, 2, 2, 1, 16, VOCAB_SIZE)
-        config.max_position_embeddings = context_len + output_len
+        config.max_position_embeddings = CONTEXT_LEN + OUTPUT_LEN
         return random_models.make_decoder(config, backend=backend, seed=seed)
 
-    output_len = (NUM_STEPS + 2 * NUM_WARM_UPS) * (NUM_DRAFTS + 1)
-    draft = f"idle, {draft_tree}, {num_requests} x {context_len}"
+    draft = f"idle, {draft_tree}, {num_requests}"
     register(draft, lambda context: DraftModelDrafter(draft, decoder(), context))
     config = EngineConfig.of(
         dtype="bfloat16", speculation="fixed", draft_tree=draft_tree, draft_sampling="greedy", max_draft_tokens=NUM_DRAFTS,
         max_batch_size=num_requests, max_num_batched_tokens=8192, warm_up=False,
-        num_kv_blocks=num_requests * ((context_len + output_len) // 16 + 2),
+        num_kv_blocks=num_requests * ((CONTEXT_LEN + OUTPUT_LEN) // 16 + 2),
     )  # fmt: skip
     engine = Engine(config, decoder(), draft, backend=backend)
-    prompts = random_prompts(Lengths(context_len, context_len), VOCAB_SIZE, seed)
-    requests = make_requests(engine, take_workload(prompts, num_requests, repeat(output_len)))
+    prompts = random_prompts(Lengths(CONTEXT_LEN, CONTEXT_LEN), VOCAB_SIZE, seed)
+    requests = make_requests(engine, take_workload(prompts, num_requests, repeat(OUTPUT_LEN)))
     for request in requests:
         engine.scheduler.add(request)
     while not all(request.num_output_tokens for request in requests):
         engine.step()
-    for _ in range(NUM_WARM_UPS):
-        engine.step()
-    found = []
-    for _ in range(NUM_STEPS):
-        start = time.thread_time()
-        engine.step()
-        found.append(1e3 * (time.thread_time() - start))
-    return found
+    return engine
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line.
-
-    Raises:
-        ValueError: an option is not allowed.
-    """
-    parser = bench_parser("gpu.host_time", __doc__)
-    parser.add_argument("--trees", nargs="+", choices=["chain", "auto"], default=["chain", "auto"], help="that are drafted")
-    parser.add_argument("--requests", nargs="+", type=positive, default=[1, 32, 128], help="that decode at once")
-    parser.add_argument("--context", nargs="+", type=positive, default=[512, 8192], help="tokens of each prompt")
-    args = parse(parser, argv)
-    torch.set_num_threads(1)
-    rows: list[Row] = []
-
-    def measure() -> Iterator[Row]:
-        with launching_nothing():
-            for draft_tree, num_requests, context_len in product(args.trees, args.requests, args.context):
-                times = milliseconds(draft_tree, num_requests, context_len, args.seed)
-                labels = {"tree": draft_tree, "requests": num_requests, "context": context_len}
-                first, middle, third = np.quantile(times, [0.25, 0.5, 0.75]).tolist()
-                rows.append(Row(labels, {"ms/step": Spread(middle, first, third, NUM_STEPS)}))
-                yield rows[-1]
-
-    measure_and_publish(args, measure, lambda: make_report(rows))
-
-
-def make_report(rows: Sequence[Row]) -> Report:
-    """Medians, ± half of what is between the quartiles."""
-    table = figure_table("Host time of a speculative step", rows, ["tree", "requests", "context"], COLUMNS)
-    slowest = max((row.median("ms/step") or 0.0 for row in rows), default=0.0)
-    return Report("Host", f"The host's part of a step takes up to {slowest:.2f} ms.", {"rows": rows}, [table])
-
-
-if __name__ == "__main__":
-    main()
+@pytest.mark.parametrize("num_requests", [1, 32, 128])
+@pytest.mark.parametrize("draft_tree", ["chain", "auto"])
+def test_cuda_step(benchmark: Any, draft_tree: str, num_requests: int, seed: int) -> None:
+    """A step in which all requests decode."""
+    with launching_nothing():
+        engine = make_engine(draft_tree, num_requests, seed)
+        benchmark.pedantic(engine.step, rounds=NUM_STEPS, warmup_rounds=NUM_WARM_UPS)
