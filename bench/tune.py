@@ -29,9 +29,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from titan.bench.gpu.attention import check_agreement, seconds_per_layer
+from titan.bench.gpu.attention import check_agreement, seconds_per_layer, titan
 from titan.bench.gpu.attention_batches import Case, Shape, make_case, uniform_shape
-from titan.bench.gpu.attention_kernels import titan
 from titan.bench.gpu.sections import Figures, Row, Setting, Task, run_tasks
 from titan.bench.gpu_check import choose_check_device
 from titan.bench.options import bench_parser, parse

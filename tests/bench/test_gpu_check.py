@@ -19,9 +19,8 @@ from interpreted import triton_backend
 
 from titan.bench import gpu_check
 from titan.bench.gpu import attention, ceilings, end_to_end, random_models, sampling, splits
-from titan.bench.gpu.attention import LLAMA_3_8B, UNIFORM
+from titan.bench.gpu.attention import KERNELS, LLAMA_3_8B, TITAN, UNIFORM
 from titan.bench.gpu.attention_batches import make_case, uniform_shape
-from titan.bench.gpu.attention_kernels import KERNELS, TITAN
 from titan.bench.gpu.end_to_end import AT_GOAL, DRAFTS_SAMPLED, PLAIN, EndToEnd, Mode
 from titan.bench.gpu.sections import Figures, Row, Section, Setting, Task, WrongNumbersError, run_isolated, run_tasks
 from titan.bench.gpu.timing import covered_seconds
