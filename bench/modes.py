@@ -128,7 +128,8 @@ def load_modes(
                         engine.swap_draft(options["draft_model"])
                     loaded.runs[name] = partial(mode.run, engine)
                 else:
-                    wanted = {**(options if mode.uses_draft else plain), **mode.options, "url": peers.get(LLAMA_CPP)}
+                    server = {"url": peers.get(LLAMA_CPP)} if name == LLAMA_CPP else {}
+                    wanted = {**(options if mode.uses_draft else plain), **mode.options, **server}
                     process = PeerProcess(f"{mode.engine}_peer", find_python(mode.engine, peers), wanted)
                     loaded.processes[name] = stack.enter_context(closing(process))
                     loaded.runs[name] = process.run

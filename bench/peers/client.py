@@ -33,7 +33,8 @@ class PeerProcess:
     Args:
         adapter: a module in this folder, or the path of one, without its suffix.
         python: interpreter of the peer's environment.
-        options: see `serve.py`; the threads are those of torch here.
+        options: see `serve.py`; the threads are those of torch here. With an ``url``, the process is the client of a server, which
+            is not stopped, and the processor time of which is not known.
 
     Raises:
         PeerError: the adapter cannot load, or does not answer in time.
@@ -41,6 +42,7 @@ class PeerProcess:
 
     def __init__(self, adapter: str, python: str, options: Mapping[str, Any]) -> None:
         self._num_threads = torch.get_num_threads()
+        self._is_client = "url" in options
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - lives as long as the process
         self._process = subprocess.Popen(
             [python, "-Iu", str(HERE / "serve.py"), str(HERE / adapter)],  # I: without the packages of this environment
@@ -75,7 +77,8 @@ class PeerProcess:
         output_lens = [len(each.token_ids) for each in runs]
         if output_lens != workload.output_lens:
             raise PeerError(f"it generated {output_lens} tokens, not {workload.output_lens}")
-        return Run(runs, answer["seconds"], {**answer["figures"], "CPU": cpu_seconds / answer["seconds"] / self._num_threads})
+        cpu = {} if self._is_client else {"CPU": cpu_seconds / answer["seconds"] / self._num_threads}
+        return Run(runs, answer["seconds"], {**answer["figures"], **cpu})
 
     def close(self) -> None:
         """End the process and its children."""

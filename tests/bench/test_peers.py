@@ -49,6 +49,11 @@ def test_a_peer_answers_round_after_round_is_stopped_in_between_and_gone_at_the_
     assert process.versions["fake"] == "1.0" and "/of/this/environment" not in process.versions["folders"]
 
 
+def test_what_a_server_takes_of_the_processor_is_not_known_at_its_client() -> None:
+    with closing(make_process(url="http://localhost:8080")) as process:
+        assert process.run(WORKLOAD, 1).figures == {"tokens/step": 1.5}
+
+
 @pytest.mark.parametrize(
     ("fails", "message"),
     [
