@@ -16,20 +16,24 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import repeat
+from statistics import geometric_mean
 from typing import Any
 
-from titan.bench.adaptive_report import ADAPTIVE, FIXED, OFF, adaptive_report
-from titan.bench.draft_recipes import DraftRecipe, LoadedDraft, Models, check_same_tokens
-from titan.bench.engine_run import BLOCK_SIZE, make_idle, num_blocks_for, run_first_steps, run_workload
+import numpy as np
+
+from titan.bench.charts import LineChart, figure_chart
+from titan.bench.draft_recipes import DraftRecipe, LoadedDraft, Models
+from titan.bench.engine_run import make_idle, run_first_steps, run_workload
 from titan.bench.hopeless_drafts import HalfHopelessDrafter, load_shuffled
-from titan.bench.loading import load_target
-from titan.bench.options import add_draft, add_target, bench_parser, model_options, parse, positive
+from titan.bench.loading import engine_options, load_target
+from titan.bench.options import add_draft, add_target, bench_parser, model_options, parse, positive, refuse_given
 from titan.bench.prompts import prompt_stream
-from titan.bench.report import count, measure_and_publish
+from titan.bench.report import Report, count, figure_table, measure_and_publish
 from titan.bench.runs import Run
-from titan.bench.samples import Sample
+from titan.bench.samples import Row, Sample, Spread, group_samples, make_rows, with_ratio
 from titan.bench.turns import Turns, in_rounds
 from titan.bench.workloads import Lengths, Workload, take_workload
 from titan.core.dtypes import RUN_DTYPES
@@ -40,6 +44,13 @@ from titan.draft.registry import open_drafter
 from titan.engine import Engine
 from titan.kernels.backend import choose_backend, choose_device
 
+OFF, FIXED, ADAPTIVE = "off", "fixed", "adaptive"
+"""Settings; the second is followed by a number of draft tokens."""
+ALL = "all"
+"""Label of the geometric mean over all numbers of requests at once, setting by setting."""
+GAIN, SHARE = "x off", "x best fixed"
+COLUMNS = {"tokens/s": "±.1f", GAIN: "[.2f", SHARE: "[.2f", "nodes/step": ".2f", "tokens/step": ".2f", "ms/step": "±.2f"}
+NUM_RESAMPLES = 10_000
 NUM_WARM_UP_TOKENS = 16
 """Tokens that each request of a warm-up run generates."""
 QUICK = {"concurrency": [1, 8], "fixed": [2, 6], "output_len": 48, "rounds": 3}
@@ -102,18 +113,9 @@ class AdaptiveBench:
             make_idle(self._engines[setting])
 
     def _make_engine(self, setting: str) -> Engine:
-        most, max_model_len = max(self.args.concurrency), self.args.prompt_len.high + self._output_len
-        config = EngineConfig.of(
-            max_batch_size=most,
-            max_model_len=max_model_len,
-            block_size=BLOCK_SIZE,
-            num_kv_blocks=num_blocks_for(most, max_model_len),
-            enable_prefix_caching=False,
-            draft_weight_bits=self.args.draft_weight_bits,
-            **model_options(self.args),
-            **self.settings[setting],
-        )
-        engine = Engine(config, self._target, tokenizer=self._tokenizer, backend=self._backend)
+        args, max_model_len = self.args, self.args.prompt_len.high + self._output_len
+        options = engine_options(args, max(args.concurrency), max_model_len, **self.settings[setting])
+        engine = Engine(EngineConfig.of(**options), self._target, tokenizer=self._tokenizer, backend=self._backend)
         if setting != OFF:
             engine.swap_draft(self._make_drafter(engine))
         return engine
@@ -122,17 +124,98 @@ class AdaptiveBench:
         args, draft = self.args, self.args.draft_model
         if args.hopeless and not self._drafts:
             drafter = open_drafter(draft, engine.config.model, engine.draft_context())()
-            if isinstance(drafter, DraftModelDrafter):
-                check_same_tokens(drafter, "--hopeless")
+            if isinstance(drafter, DraftModelDrafter) and drafter.vocabulary is not None:
+                raise ValueError(f"--hopeless needs a draft with the target's tokens: those of --draft-model {draft} are others")
             shuffled = load_shuffled(draft, args.dtype, args.draft_weight_bits, self._backend, args.seed)
-            self._drafts[draft, None] = LoadedDraft(shuffled)
+            self._drafts[draft] = LoadedDraft(shuffled)
         recipe = DraftRecipe(draft, draft, num_tokens=engine.config.speculation.max_draft_tokens)
-        drafter = recipe.make_drafter(engine, args.model, self._drafts)
+        drafter = recipe.make_drafter(engine, self._drafts)
         if not args.mixed:
             return drafter
         if not isinstance(drafter, DraftModelDrafter):
             raise ValueError(f"--mixed needs a draft model: --draft-model {draft} is none")
         return HalfHopelessDrafter(draft, drafter.model, engine.draft_context(), drafter.vocabulary)
+
+    def report(self) -> Report:
+        """Lay out what was measured so far."""
+        args, samples = self.args, compare([*self.samples, *mean_samples(self.samples)])
+        rows = interval_rows(samples)
+        kind = " with shuffled weights" if args.hopeless else ", wrong for every second request" if args.mixed else ""
+        what = f"the first {args.first_steps} steps of new engines" if args.first_steps else f"{args.output_len} generated"
+        notes = [
+            f"{args.model}, draft {args.draft_model}{kind}, {args.dtype}; prompts of {args.prompt_len} tokens, {what}; "
+            f"{count(args.rounds, 'interleaved round')}.",
+            f"{GAIN}, {SHARE}: median over the rounds of the ratio within a round, and its 95 % bootstrap interval; the best fixed "
+            f"setting is the one with the most tokens/s there. {ALL}: geometric mean over the requests at once, so that {SHARE} is "
+            "that of the best single one. nodes/step: draft tokens verified per request and step; tokens/step: emitted.",
+        ]
+        results: dict[str, Sequence[Row | Sample]] = {"rows": rows, "samples": samples}
+        tables = [figure_table("Tokens/s", rows, ["at once", "setting"], COLUMNS)]
+        return Report("Adaptive speculation", adaptive_answer(rows), results, tables, adaptive_charts(rows), notes, self.problems)
+
+
+def mean_samples(samples: Sequence[Sample]) -> list[Sample]:
+    """Geometric mean of tokens/s over the requests at once, per setting and round that has all of them; none of a single one."""
+    places = {each.labels["at once"] for each in samples}
+    groups: dict[tuple[str, int], list[float]] = {}
+    for each in samples:
+        groups.setdefault((str(each.labels["setting"]), each.round_id), []).append(each.figures["tokens/s"])
+    return [
+        Sample({"at once": ALL, "setting": setting}, round_id, {"tokens/s": geometric_mean(rates)})
+        for (setting, round_id), rates in groups.items()
+        if len(rates) == len(places) > 1
+    ]
+
+
+def compare(samples: Sequence[Sample]) -> list[Sample]:
+    """Add the ratios of tokens/s to those of `OFF`, and of the fixed setting whose median is the highest at as many at once."""
+    found: list[Sample] = []
+    for at_once in dict.fromkeys(each.labels["at once"] for each in samples):
+        mine = with_ratio([each for each in samples if each.labels["at once"] == at_once], GAIN, "tokens/s", setting=OFF)
+        fixed = [row for row in make_rows(mine) if str(row.labels["setting"]).startswith(FIXED)]
+        if fixed:
+            best = max(fixed, key=lambda row: row.figures["tokens/s"].median)
+            mine = with_ratio(mine, SHARE, "tokens/s", setting=best.labels["setting"])
+        found += mine
+    return found
+
+
+def interval_rows(samples: Sequence[Sample]) -> list[Row]:
+    """Rows whose ratios have intervals in place of ranges."""
+    rows = []
+    for row, group in zip(make_rows(samples), group_samples(samples), strict=True):
+        values = {name: [each.figures[name] for each in group if name in each.figures] for name in (GAIN, SHARE)}
+        intervals = {name: bootstrap_median(mine) for name, mine in values.items() if mine}
+        rows.append(replace(row, figures={**row.figures, **intervals}))
+    return rows
+
+
+def bootstrap_median(values: Sequence[float]) -> Spread:
+    """The median with its 95 % percentile interval; always the same for the same values.
+
+    Efron, "Bootstrap methods: another look at the jackknife", 1979.
+    """
+    resamples = np.random.default_rng(0).choice(values, (NUM_RESAMPLES, len(values)))
+    low, high = np.percentile(np.median(resamples, axis=1), [2.5, 97.5])
+    return Spread(float(np.median(values)), float(low), float(high), len(values))
+
+
+def adaptive_answer(rows: Sequence[Row]) -> str:
+    """What adaptive speculation gains over none and over fixed numbers of draft tokens."""
+    mine = [row for row in rows if row.labels["setting"] == ADAPTIVE]
+    texts = []
+    for figure, other in {GAIN: "no speculation", SHARE: "the best fixed number"}.items():
+        found = [f"{row.figures[figure].median:.2f}x at {row.labels['at once']}" for row in mine if figure in row.figures]
+        texts += [f"{', '.join(found)} over {other}"] if found else []
+    return f"Tokens/s of adaptive speculation: {'; '.join(texts)}." if texts else "Adaptive speculation could not be compared."
+
+
+def adaptive_charts(rows: Sequence[Row]) -> list[LineChart]:
+    """Tokens/s and draft tokens over the requests at once."""
+    mine = sorted((row for row in rows if row.labels["at once"] != ALL), key=lambda row: int(row.labels["at once"]))
+    figures = {"Tokens/s": "tokens/s", "Draft tokens per request and step": "nodes/step"}
+    charts = [figure_chart(title, mine, "at once", figure, "setting") for title, figure in figures.items()]
+    return [replace(each, x_label="requests at once", is_log_x=True) for each in charts]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -143,15 +226,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     args = parse_arguments(argv)
     bench = AdaptiveBench(args)
-    models = {"target": args.model, "draft": args.draft_model}
-    measure_and_publish(args, bench.run, lambda: adaptive_report(args, bench.samples, bench.problems), models)
+    measure_and_publish(args, bench.run, bench.report)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line.
 
     Raises:
-        ValueError: there is no draft.
+        ValueError: there is no draft, or an option was given that has no effect on first steps.
     """
     parser = bench_parser("adaptive", __doc__)
     add = parser.add_argument
@@ -172,6 +254,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     drafts.add_argument("--hopeless", action="store_true", help="shuffle the draft's weights: nothing that it proposes is right")
     drafts.add_argument("--mixed", action="store_true", help="change the proposals for every second request: they are wrong")
     args = parse(parser, argv, QUICK)
+    if args.first_steps:
+        refuse_given(parser, argv, ("fixed", "waves", "output_len"), "with --first-steps")
     args.waves = args.waves or (2 if args.mixed else 1)
     if args.draft_model is None:
         raise ValueError(f"--model {args.model} needs a draft: give --draft-model")

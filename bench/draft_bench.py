@@ -1,28 +1,62 @@
-"""Drafts that take turns in one engine, on the same requests: what `titan bench drafts` and `titan bench trees` share."""
+"""Drafts that take turns in one engine, on the same requests: what `titan bench drafts` and `titan bench trees` share.
+
+Samples of drafts add up to speed-ups, measured and predicted, acceptance per depth, and the ranking, with its reasons.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
+from statistics import geometric_mean, mean
 
 from titan import LLM, SamplingParams
+from titan.bench.charts import figure_chart
 from titan.bench.draft_recipes import DraftRecipe, Models
-from titan.bench.engine_run import BLOCK_SIZE, make_idle, num_blocks_for, profile_workload
-from titan.bench.options import add_target, bench_parser, model_options, positive
-from titan.bench.predict import DepthCounts
+from titan.bench.engine_run import make_idle, profile_workload
+from titan.bench.loading import engine_options
+from titan.bench.options import add_draft_weight_bits, add_target, bench_parser, model_options, positive
+from titan.bench.predict import DepthCounts, wilson_share
 from titan.bench.prompts import prompt_stream
-from titan.bench.report import format_label
+from titan.bench.report import Report, count, figure_table, format_label
 from titan.bench.runs import Run, share_equal
-from titan.bench.samples import NO_DRAFT, Label, Sample
+from titan.bench.samples import NO_DRAFT, Label, Row, Sample, Spread, group_samples, make_rows, sum_details, with_ratio
 from titan.bench.turns import Turns, error_line, in_rounds
 from titan.bench.workloads import Lengths, Workload, take_workload
 from titan.core.dtypes import RUN_DTYPES
 from titan.draft.base import Drafter
 
 QUICK = {"output_len": 48, "repeats": 1}
+PARTS = {"draft": "drafting", "target": "verification", "host": "the host"}
+"""Shares of a step by figure, and what they are for."""
+COLUMNS = {
+    "tokens/s": "±.0f",
+    "x no draft": "±.2f",
+    "predicted x": ".2f",
+    "tokens/step": ".2f",
+    "expected tokens/step": ".2f",
+    "alpha": ".2f",
+    "draft passes": ".1f",
+    "ms/draft pass": ".2f",
+    "ms/target pass": ".2f",
+    "verify/decode": ".2f",
+    "ms/step": ".2f",
+    "host": ".1%",
+    "trees, batch, acceptance": ".1%",
+    "equal outputs": ".0%",
+}
+DEPTHS = {"trees": ".0f"} | {f"depth {depth}": "[.2f" for depth in range(1, 7)}
+NOTES = (
+    "x no draft: median over the rounds of the ratio within a round, ± half the range; over workloads the geometric mean. tokens/s "
+    "count the wall time of a run, prefill included; times of steps and passes are those after the prefill.",
+    "predicted x: E / (drafting + verification), in target passes without draft tokens, E = (1 - alpha^(gamma+1)) / (1 - alpha), "
+    "after Leviathan et al. 2023 (equation 1, theorem 3.8), with the measured alpha, the acceptance of one more depth; the host's "
+    "work outside the passes, and prefill, are not in it. verify/decode: a target pass with draft tokens over one without.",
+    "tokens/step: mean acceptance length, final token included; expected: what alpha alone gives. depth d: of the trees that reach "
+    "depth d, the share that had a node so deep accepted, and its 95 % interval (Wilson 1927), as if trees were independent.",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,48 +73,41 @@ class DraftBench:
 
     Args:
         args: options of `draft_parser`.
+        title: of the report.
         kind: the label that names drafts.
         settings: in each, no draft and the drafts of its recipes take turns; a draft that cannot be loaded is left out.
 
     Raises:
-        ValueError: the target cannot be used, or none of the drafts.
+        ValueError: the target cannot be used, or none of the drafts; or outputs are so short that there is no step to time.
     """
 
-    def __init__(self, args: argparse.Namespace, kind: str, settings: Sequence[Setting]) -> None:
+    def __init__(self, args: argparse.Namespace, title: str, kind: str, settings: Sequence[Setting]) -> None:
+        if args.output_len < 2:
+            raise ValueError("--output-len 1 is not allowed: it must be at least 2, as nothing is drafted for the first token")
         self.args = args
+        self.title = title
         self.kind = kind
         self.settings = settings
         self.samples: list[Sample] = []
         for setting in settings:
             SamplingParams(temperature=float(setting.labels["temperature"]))  # refuses what is none before work is done
         recipes = {recipe.name: recipe for setting in settings for recipe in setting.recipes}
+        options = {"speculation": "fixed", "max_draft_tokens": max(recipe.num_tokens for recipe in recipes.values())}
         max_model_len = args.prompt_len.high + args.output_len
-        self.engine = LLM(
-            args.model,
-            dtype=args.dtype,
-            **model_options(args),
-            speculation="fixed",
-            draft_weight_bits=None,  # recipes say what they round
-            max_draft_tokens=max(recipe.num_tokens for recipe in recipes.values()),
-            max_batch_size=args.concurrency,
-            max_model_len=max_model_len,
-            block_size=BLOCK_SIZE,
-            num_kv_blocks=num_blocks_for(args.concurrency, max_model_len),
-            enable_prefix_caching=False,
-        ).engine
+        self.engine = LLM(args.model, **engine_options(args, args.concurrency, max_model_len, **options)).engine
         self.drafters: dict[str, Drafter | None] = {NO_DRAFT: None}
         models: Models = {}
         failures: dict[str, list[str]] = {}  # names by error
         for recipe in recipes.values():
             try:
-                self.drafters[recipe.name] = recipe.make_drafter(self.engine, args.model, models)
+                self.drafters[recipe.name] = recipe.make_drafter(self.engine, models)
             except Exception as error:  # noqa: BLE001 - whatever is wrong with one draft, the others are measured
                 failures.setdefault(error_line(error), []).append(recipe.name)
         self.problems = [f"left out: {'; '.join(names)}: {error}" for error, names in failures.items()]
         if len(self.drafters) == 1:
             raise ValueError("; ".join(self.problems))
 
-    def measure(self) -> None:
+    def run(self) -> Iterator[None]:
         """Measure in rounds; what fails is left out from then on."""
         drafts = [(setting, draft) for setting in self.settings for draft in (NO_DRAFT, *(each.name for each in setting.recipes))]
         runs = [(setting, draft) for setting, draft in drafts if draft in self.drafters]
@@ -96,6 +123,7 @@ class DraftBench:
                     if draft != NO_DRAFT and reference is not None and setting.labels["temperature"] == 0:
                         figures["equal outputs"] = share_equal(run, reference)
                     self.samples.append(Sample({**setting.labels, self.kind: draft}, round_id, figures, run.details))
+                yield
 
     def _run(self, setting: Setting, draft: str, round_id: int) -> Run:
         """Swap, warm up, and run: what runs a draft model is new after a swap, and captures its first passes on a GPU."""
@@ -108,6 +136,116 @@ class DraftBench:
         self.engine.observers[:] = [counts.observe]
         run = profile(workloads[round_id])
         return replace(run, figures={**run.figures, **counts.figures}, details=counts.details)
+
+    def report(self, *notes: str) -> Report:
+        """Lay out what was measured so far."""
+        args, kind, samples = self.args, self.kind, compare(self.samples, self.kind)
+        rows, depths = make_rows(samples), find_depths(samples)
+        ranking = rank(rows, kind)
+        best = {each.labels["temperature"]: each for each in reversed(ranking)}
+        gains = {t: f"{best[t].labels[kind]} ({best[t].figures['x no draft']:.2f} x no draft)" for t in sorted(best)}
+        places = [f"at temperature {t:g} {gain}" for t, gain in gains.items()]
+        about = (
+            f"{args.model}, {args.dtype}; {count(args.concurrency, 'request')} at once, {count(args.waves, 'request')} per slot, "
+            f"prompts of {args.prompt_len} tokens, {args.output_len} generated; {count(args.repeats, 'interleaved round')}."
+        )
+        predicted = [
+            replace(row, labels={**row.labels, "predicted x": row.figures["predicted x"].median})
+            for row in rows
+            if "predicted x" in row.figures
+        ]
+        labels = list(rows[0].labels) if rows else []
+        return Report(
+            self.title,
+            f"Fastest {kind} by tokens/s: {'; '.join(places)}." if places else f"No {kind} could be compared with no draft.",
+            {"rows": rows, "ranking": ranking, "depths": depths, "samples": samples},
+            [
+                figure_table("Speed and costs", rows, labels, COLUMNS),
+                figure_table("Acceptance per depth", depths, labels, DEPTHS),
+                figure_table("Ranking", ranking, ["temperature", kind, "why"], {"x no draft": ".2f"}),
+            ],
+            [figure_chart("Speed-up, measured over predicted", predicted, "predicted x", "x no draft", kind, "points")],
+            [about, *notes, *NOTES],
+            self.problems,
+        )
+
+
+def compare(samples: Sequence[Sample], kind: str) -> list[Sample]:
+    """Add what compares samples with those of no draft in their rounds: speed-ups, ratios of times, and predicted speed-ups.
+
+    Args:
+        samples: of `DraftBench`.
+        kind: the label that names drafts.
+    """
+    for name, figure in {"x no draft": "tokens/s", "x ms/step": "ms/step", "verify/decode": "ms/target pass"}.items():
+        samples = with_ratio(samples, name, figure, **{kind: NO_DRAFT})
+    found = []
+    for each in samples:
+        figures = dict(each.figures)
+        if "verify/decode" in figures:
+            verification = figures["ms/target pass"]
+            drafting = figures.get("draft passes", 0.0) * figures.get("ms/draft pass", 0.0)
+            decode = verification / figures["verify/decode"]
+            figures["predicted x"] = figures["expected tokens/step"] * decode / (drafting + verification)
+        found.append(replace(each, figures=figures))
+    return found
+
+
+def find_depths(samples: Sequence[Sample]) -> list[Row]:
+    """Per draft, of the "trees" that reach "depth 1", "depth 2" and so on, the share of which a node so deep was accepted."""
+    found = []
+    for group in group_samples(samples):
+        trees, accepted = sum_details(group, "trees per depth"), sum_details(group, "accepted per depth")
+        if trees:
+            counts = enumerate(zip(accepted, trees, strict=True), 1)
+            shares = {f"depth {depth}": wilson_share(*each) for depth, each in counts}
+            found.append(Row(group[0].labels, {"trees": Spread.of(trees[:1]), **shares}))
+    return found
+
+
+def rank(rows: Sequence[Row], kind: str) -> list[Row]:
+    """Order the drafts of each temperature by their speed-up, a geometric mean over workloads, and say what others lack."""
+    groups: dict[tuple[float, str], list[Row]] = {}
+    for row in rows:
+        if "x no draft" in row.figures:
+            groups.setdefault((float(row.labels["temperature"]), str(row.labels[kind])), []).append(row)
+    drafts = [(*labels, _overall(mine)) for labels, mine in groups.items()]
+    drafts.sort(key=lambda each: (each[0], -each[2]["x no draft"]))
+    best = {temperature: figures for temperature, _, figures in reversed(drafts)}
+    return make_rows(
+        Sample({"temperature": temperature, kind: name, "why": _why(figures, best[temperature])}, 0, figures)
+        for temperature, name, figures in drafts
+    )
+
+
+def _overall(rows: Sequence[Row]) -> dict[str, float]:
+    """A draft over all workloads; a step and its parts are in steps without a draft."""
+    medians = [{name: spread.median for name, spread in row.figures.items()} for row in rows]
+    figures = {part: mean(each["x ms/step"] * each[part] for each in medians) for part in PARTS}
+    return {
+        **figures,
+        "x ms/step": sum(figures.values()),
+        "x no draft": geometric_mean(each["x no draft"] for each in medians),
+        "tokens/step": mean(each["tokens/step"] for each in medians),
+    }
+
+
+def _why(mine: Mapping[str, float], best: Mapping[str, float]) -> str:
+    """What makes the best one fast; of others the larger of two factors: fewer tokens per step, or longer steps."""
+    reason = f"emits {mine['tokens/step']:.2f} tokens per step"
+    if mine is best:
+        pays = "pay" if mine["x no draft"] > 1 else "do not pay"
+        return f"{reason}, which {pays} for steps that take {mine['x ms/step']:.2f} x as long as without a draft"
+    reason += f", the fastest {best['tokens/step']:.2f}"
+    fewer_by = best["tokens/step"] / mine["tokens/step"]
+    longer_by = mine["x ms/step"] / best["x ms/step"]
+    if longer_by > max(1.0, fewer_by):
+        cause = PARTS[max(PARTS, key=lambda part: mine[part] - best[part])]
+        lengths = f"{mine['x ms/step']:.2f} x a step without a draft, the fastest's {best['x ms/step']:.2f}"
+        reason = f"its steps take {lengths}, mostly for {cause}"
+    elif fewer_by <= 1:
+        reason = "no worse per step in these figures: behind within the noise"
+    return f"{reason}; slower than no draft" if mine["x no draft"] < 1 else reason
 
 
 def take_workloads(args: argparse.Namespace, source: str) -> list[Workload]:
@@ -126,6 +264,7 @@ def draft_parser(name: str, description: str | None) -> argparse.ArgumentParser:
     parser = bench_parser(name, description)
     parser.add_argument("--quick", action="store_true", help="a first look: {output_len} tokens, {repeats} round".format(**QUICK))
     add_target(parser)
+    add_draft_weight_bits(parser)
     parser.add_argument("--dtype", choices=list(RUN_DTYPES), default="bfloat16")
     parser.add_argument("--temperature", nargs="+", type=float, default=[0.0], help="of the requests (default: %(default)s)")
     parser.add_argument("--concurrency", type=positive, default=1, help="requests at once (default: %(default)s)")

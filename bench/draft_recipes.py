@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from titan.bench.loading import load_decoder
 from titan.bench.step_times import model_of
 from titan.core.checks import check_integer
 from titan.core.options import SpeculationOptions
-from titan.draft.base import DraftContext, Drafter
+from titan.draft.base import Drafter
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.registry import open_drafter
 from titan.draft.vocabulary import VocabularyMap
 from titan.engine import Engine
 from titan.kernels.interfaces import Backend, Model
 from titan.models.decoder import Decoder
-from titan.models.loader import resolve_model
 
 TRUNCATED = "truncated"
-OPTIONS = ("tree", "tokens", "sampling", "bits")
+OPTIONS = ("tree", "tokens", "sampling")
 
 
 class LoadedDraft(NamedTuple):
@@ -32,8 +29,8 @@ class LoadedDraft(NamedTuple):
     vocabulary: VocabularyMap | None = None  # from its tokens to the target's, if they are others
 
 
-Models = dict[tuple[str, int | None], LoadedDraft]
-"""Draft models by name and bits."""
+Models = dict[str, LoadedDraft]
+"""Draft models by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +43,6 @@ class DraftRecipe:
     tree: str | tuple[int, ...] = "auto"
     num_tokens: int = 4
     sampling: str = "auto"
-    bits: int | None = None  # the weights of linear layers are rounded to integers of so many bits and back
 
     @classmethod
     def parse(cls, text: str, num_tokens: int) -> DraftRecipe:
@@ -69,22 +65,19 @@ class DraftRecipe:
                 tuple(map(int, tree.split("/"))) if tree[-1:].isdigit() else tree,
                 int(options.get("tokens", num_tokens)),
                 options.get("sampling", "auto"),
-                int(options["bits"]) if "bits" in options else None,
             )
             check_integer("tokens", recipe.num_tokens, 1)
-            check_integer("bits", 8 if recipe.bits is None else recipe.bits, 2, 8)
             # the engine's own rules, and its words for them
             SpeculationOptions(max_draft_tokens=recipe.num_tokens, draft_tree=recipe.tree, draft_sampling=recipe.sampling)
         except ValueError as error:
             raise ValueError(f"draft {text!r} is not allowed: {error}") from error
         return recipe
 
-    def make_drafter(self, engine: Engine, target: str, models: Models) -> Drafter:
+    def make_drafter(self, engine: Engine, models: Models) -> Drafter:
         """Make the drafter.
 
         Args:
             engine: that will draft with it.
-            target: the engine's model, as it was given.
             models: those there are, whose weights are shared; that of this recipe is added.
 
         Raises:
@@ -92,34 +85,15 @@ class DraftRecipe:
         """
         shared = engine.draft_context()
         context = replace(shared, max_draft_tokens=self.num_tokens, draft_tree=self.tree, draft_sampling=self.sampling)
-        key = (self.model, self.bits)
-        if key not in models:
-            found = self._load(engine, target, context)
-            if isinstance(found, Drafter):
-                return found
-            models[key] = found
-        return DraftModelDrafter(self.name, models[key].model, context, models[key].vocabulary)
-
-    def _load(self, engine: Engine, target: str, context: DraftContext) -> LoadedDraft | Drafter:
-        """The draft model; a drafter that has none."""
-        if self.num_layers is not None:
-            whole = model_of(engine.runner) if self.bits is None else _load_rounded(target, "target", self.bits, engine)
-            return LoadedDraft(truncate(whole, self.num_layers, engine.backend))
-        drafter = open_drafter(self.model, engine.config.model, context)()
-        if isinstance(drafter, DraftModelDrafter):
-            if self.bits is None:
-                return LoadedDraft(drafter.model, drafter.vocabulary)
-            check_same_tokens(drafter, f"bits={self.bits}")
-            return LoadedDraft(_load_rounded(self.model, "draft", self.bits, engine))
-        if self.bits is not None:
-            raise ValueError(f"bits={self.bits} needs a draft model, and {self.model!r} is none")
-        return drafter
-
-
-def check_same_tokens(drafter: DraftModelDrafter, option: str) -> None:
-    """Refuse an option for a draft with other tokens than the target's, whose weights are loaded in another order."""
-    if drafter.vocabulary is not None:
-        raise ValueError(f"{option} needs a draft with the target's tokens, and those of {drafter.name!r} are others")
+        if self.model not in models:
+            if self.num_layers is not None:
+                models[self.model] = LoadedDraft(truncate(model_of(engine.runner), self.num_layers, engine.backend))
+            else:
+                drafter = open_drafter(self.model, engine.config.model, context)()
+                if not isinstance(drafter, DraftModelDrafter):
+                    return drafter
+                models[self.model] = LoadedDraft(drafter.model, drafter.vocabulary)
+        return DraftModelDrafter(self.name, models[self.model].model, context, models[self.model].vocabulary)
 
 
 def truncate(model: Decoder, num_layers: int, backend: Backend) -> Decoder:
@@ -137,27 +111,3 @@ def truncate(model: Decoder, num_layers: int, backend: Backend) -> Decoder:
     draft.layers = nn.ModuleList(list(model.layers)[:num_layers])
     draft.prepare(weight_bits=model.weight_bits)
     return draft
-
-
-def rounded(weight: Tensor, bits: int) -> Tensor:
-    """Round each row to integers of so many bits, symmetric around 0, and scale it back: [rows, columns], same dtype.
-
-    The weights' half of the vector-wise scheme in Dettmers et al., "LLM.int8()", 2022.
-    """
-    largest = 2 ** (bits - 1) - 1
-    values = weight.float()
-    scale = values.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / largest
-    result: Tensor = ((values / scale).round() * scale).to(weight.dtype)
-    return result
-
-
-def _load_rounded(name: str, role: Literal["target", "draft"], bits: int, engine: Engine) -> Decoder:
-    """Load a model once more, because packed weights cannot be rounded, and round its linear layers; a tied embedding stays."""
-    model = load_decoder(resolve_model(name, role), dtype=engine.dtype, backend=engine.backend, pack=False)
-    with torch.no_grad():
-        for path, weight in model.named_parameters():
-            if path.endswith("_weight") or path == "lm_head":
-                weight.copy_(rounded(weight, bits))
-    model.prepare()
-    model.weight_bits = bits
-    return model

@@ -1,14 +1,13 @@
 """Which draft suits a target: any number of them in one process, swapped between runs on the same prompts.
 
     titan bench drafts --quick                                               a first look, in less than a minute
-    titan bench drafts                                                       six drafts of the demo target
+    titan bench drafts                                                       five drafts of the demo target
     titan bench drafts --draft demo --draft ngram --draft truncated:1 --draft demo,tree=dynamic,tokens=8
-    titan bench drafts --model DIR/target --draft DIR/draft --draft DIR/draft,bits=8 --workload synthetic
+    titan bench drafts --model DIR/target --draft DIR/draft --draft truncated:2 --workload synthetic
 
-A draft is a name and options: demo, a folder, a hub id, ngram, or truncated:N (the target's first N layers as a draft), then
-tree=chain|dynamic|auto or the parent of each node (tree=-1/-1/0), tokens=MOST PER STEP, sampling=greedy|sampled|auto, and
-bits=2..8, which rounds the weights of its linear layers to integers and back: that measures what the rounding costs in acceptance,
-not the speed of integer arithmetic, because the rounded weights run in the model's own dtype.
+A draft is a name and options: demo, a folder, a hub id, ngram, or truncated:N (the target's first N layers as a draft, with their
+weights as they are), then tree=chain|dynamic|auto or the parent of each node (tree=-1/-1/0), tokens=MOST PER STEP, and
+sampling=greedy|sampled|auto.
 
 The drafts take turns, with no draft among them, in rounds of new prompts that are the same for all. The end of sequence is
 ignored, and request i has the same random numbers in all. Ctrl-C ends the measurement and reports what there is.
@@ -20,14 +19,13 @@ from collections.abc import Sequence
 
 from titan.bench.draft_bench import QUICK, DraftBench, Setting, draft_parser, take_workloads
 from titan.bench.draft_recipes import DraftRecipe
-from titan.bench.draft_report import make_report
 from titan.bench.options import parse, positive
 from titan.bench.prompts import SOURCES, SYNTHETIC
 from titan.bench.report import measure_and_publish
 from titan.models.files import ModelFiles
 from titan.models.loader import DEMO, load_tokenizer, resolve_model
 
-DEMO_DRAFTS = ("demo", "demo,tokens=2", "demo,tree=dynamic,tokens=8", "demo,bits=4", "truncated:1", "ngram")
+DEMO_DRAFTS = ("demo", "demo,tokens=2", "demo,tree=dynamic,tokens=8", "truncated:1", "ngram")
 OTHER_DRAFTS = ("truncated:1", "truncated:2", "ngram")
 
 
@@ -65,8 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             settings += [Setting({"workload": source, "temperature": t}, workloads, recipes) for t in args.temperature]
     if not settings:
         raise ValueError("; ".join(problems))
-    bench = DraftBench(args, "draft", settings)
+    bench = DraftBench(args, "Drafts", "draft", settings)
     bench.problems += problems
-    note = "bits=N measures the acceptance of rounded weights, not the speed of integer arithmetic."
     models = {f"draft {recipe.model}": recipe.model for recipe in recipes}
-    measure_and_publish(args, bench.measure, lambda: make_report(args, bench, "Drafts", note), {"target": args.model, **models})
+    measure_and_publish(args, bench.run, bench.report, {"target": args.model, **models})

@@ -17,33 +17,28 @@ from titan import SamplingParams
 from titan.bench.runs import RequestRun, Run
 from titan.bench.step_times import step_times
 from titan.bench.workloads import Workload
-from titan.core.limits import MAX_NODES
 from titan.core.request import Request
 from titan.engine import Engine
 from titan.frontend import FrontEnd
-
-BLOCK_SIZE = 16
-"""Slots per KV block of the engines whose blocks `num_blocks_for` counts."""
-STEPS_PER_GPU_SAMPLE = 16
-"""Asking NVML takes about a millisecond."""
-
-
-def num_blocks_for(num_requests: int, max_model_len: int) -> int:
-    """KV blocks of `BLOCK_SIZE` slots for as many requests of at most that many tokens, with room for each one's widest search."""
-    return num_requests * -(-(max_model_len + MAX_NODES) // BLOCK_SIZE)
 
 
 def make_requests(engine: Engine, workload: Workload, **options: Any) -> list[Request]:
     """The requests of a workload, which ignore the end of sequence, and have by default temperature 0.
 
     Request i has the same random numbers each time, and no seed of its own, with which its drafts would not be sampled.
+
+    Raises:
+        ValueError: one of them would end before it has its tokens, for want of room.
     """
     frontend = FrontEnd(engine)
     options = {"temperature": 0.0, "ignore_eos": True, **options}
-    return [
+    requests = [
         frontend.make_request(prompt, SamplingParams(**options, max_tokens=output_len), terms)
         for prompt, output_len, terms in zip(workload.prompts, workload.output_lens, workload.terms, strict=True)
     ]
+    if [request.max_tokens for request in requests] != workload.output_lens:
+        raise ValueError(f"the engine has no room for requests of {workload.max_len} tokens: max_model_len={engine.max_model_len}")
+    return requests
 
 
 def run_workload(
@@ -66,11 +61,12 @@ def run_workload(
     requests = make_requests(engine, workload, use_speculative=use_speculative)
     changes: dict[Request, list[float]] = {request: [] for request in requests}
     seconds, cpu_start = 0.0, time.process_time()
-    with _observed_use(engine) as (kv_use, gpu_use):
+    with _observed_kv(engine) as kv_use:
         for seconds, changed in serve(engine, workload, requests, concurrency or len(requests), is_static=is_static):
             for request in changed:
                 changes[request].append(seconds)
     cpu_seconds = time.process_time() - cpu_start
+    gpu_use = engine.backend.utilization()  # of the last moments; asking takes a millisecond, which is in no step
     runs = [
         RequestRun(request.output_token_ids, changes[request][-1], changes[request][0], arrival)
         for arrival, request in zip(workload.arrivals, requests, strict=True)
@@ -83,8 +79,8 @@ def run_workload(
         "KV mean": mean(kv_use),
         "KV peak": max(kv_use),
     }
-    if gpu_use:
-        figures["GPU"] = mean(gpu_use)
+    if gpu_use is not None:
+        figures["GPU"] = gpu_use
     return Run(runs, seconds - workload.arrivals[0], figures)
 
 
@@ -107,7 +103,7 @@ def run_static(engine: Engine, workload: Workload, batch_size: int) -> Run:
 def profile_workload(
     engine: Engine, workload: Workload, concurrency: int, *, use_speculative: bool = True, temperature: float = 0.0
 ) -> Run:
-    """Run a workload and time the parts of its steps, those before the first requests have tokens left out; none on a GPU.
+    """Run a workload and time the parts of its steps, those before the first requests have tokens left out.
 
     Raises:
         RuntimeError: as `run_workload`.
@@ -181,22 +177,16 @@ def _step_figures(requests: Sequence[Request]) -> dict[str, float]:
 
 
 @contextmanager
-def _observed_use(engine: Engine) -> Iterator[tuple[list[float], list[float]]]:
-    """Collect shares in use in the middle of steps: of KV blocks, when those of the step are reserved and none is freed; of a GPU.
-
-    The latter are empty where the back end cannot tell.
-    """
+def _observed_kv(engine: Engine) -> Iterator[list[float]]:
+    """Collect the share of KV blocks in use in the middle of steps, when those of the step are reserved and none is freed."""
     kv_use: list[float] = []
-    gpu_use: list[float] = []
     pool = engine.kv.pool
 
     def observe(*_: object) -> None:
-        if len(kv_use) % STEPS_PER_GPU_SAMPLE == 0 and (use := engine.backend.utilization()) is not None:
-            gpu_use.append(use)
         kv_use.append(1 - pool.num_free / pool.num_blocks)
 
     engine.observers.append(observe)
     try:
-        yield kv_use, gpu_use
+        yield kv_use
     finally:
         engine.observers.remove(observe)

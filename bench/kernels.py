@@ -18,7 +18,7 @@ import os
 import sys
 import tempfile
 import timeit
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -174,12 +174,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[Row] = []
     failures: list[str] = []
 
-    def measure() -> None:
+    def measure() -> Iterator[None]:
         first = reference_seconds()
         benchmarks, problems, is_interrupted = run_benchmarks(args.select, args.seconds, args.seed, args.swap_pair)
         references = {part: min(seconds, first[part]) for part, seconds in reference_seconds().items()}
         rows.extend(make_rows(benchmarks, references, stored or {}))
         failures.extend(problems)
+        yield
         if is_interrupted:
             raise KeyboardInterrupt
 

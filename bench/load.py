@@ -6,10 +6,10 @@
 
 Each scenario serves the same requests with engines that differ in some options and share the weights; they take turns.
 long-prompts: Poisson arrivals at 80 % of what the first engine finishes if all come at once, with one prompt of half the model's
-length per 20 short ones. priority: 150 % for a fixed time, a tenth critical. fair: two users, one of whom sends ten times as much.
-prefix: a system prompt of 512 tokens. int8: steps of 32 requests with 512 tokens of context. int8-memory: how many requests run in
-the same memory. load: 90 %, adaptive speculation with the policy "priority" against none. `titan bench kernels --select swap`
-measures swaps.
+length, at most 4,096 tokens, per 20 short ones. priority: 150 % for a fixed time, a tenth critical. fair: two users, one of whom
+sends ten times as much. prefix: a system prompt of 512 tokens. int8: steps of 32 requests with 512 tokens of context. int8-memory:
+how many requests run in the same memory. load: 90 %, adaptive speculation with the policy "priority" against none.
+`titan bench kernels --select swap` measures swaps.
 
 Temperature 0, and the end of sequence is ignored. Latencies count from a request's arrival. A ratio is the median over the rounds
 of the ratio to the first setting within a round. Ctrl-C ends the measurement and reports what there is.
@@ -24,17 +24,15 @@ from functools import partial
 from math import inf
 from typing import Any
 
-from titan.bench.arrivals import draw_arrivals
-from titan.bench.engine_run import BLOCK_SIZE, make_idle, num_blocks_for, run_workload
-from titan.bench.latency import above_zero
-from titan.bench.load_scenarios import FIRST_SETTING, Figures, Load, Scenario, make_scenarios
-from titan.bench.loading import load_target
-from titan.bench.options import add_draft, add_target, bench_parser, model_options, parse, positive
+from titan.bench.engine_run import make_idle, run_workload
+from titan.bench.load_scenarios import FIRST_SETTING, Figures, Scenario, make_scenarios
+from titan.bench.loading import engine_options, load_target
+from titan.bench.options import above_zero, add_draft, add_target, bench_parser, parse, positive
 from titan.bench.report import Report, Table, count, figure_table, measure_and_publish
 from titan.bench.runs import Run
-from titan.bench.samples import Sample, make_rows, with_ratio
+from titan.bench.samples import Row, Sample, make_rows, with_ratio
 from titan.bench.turns import Turns, in_rounds
-from titan.bench.workloads import Lengths, Workload
+from titan.bench.workloads import Lengths, Workload, draw_arrivals
 from titan.core.dtypes import RUN_DTYPES
 from titan.core.options import EngineConfig
 from titan.engine import Engine
@@ -63,19 +61,8 @@ class LoadBench:
         self.problems: list[str] = []
         self._backend = choose_backend(choose_device("auto"))
         self._target, self._tokenizer = load_target(args, self._backend)
-        self._load = Load(
-            model=args.model,
-            model_options=model_options(args),
-            prompt_len=args.prompt_len,
-            output_len=args.output_len,
-            max_len=self._target.config.max_position_embeddings,
-            at_once=args.max_batch_size,
-            batch_share=args.batch_share,
-            inter_token_ms=args.inter_token_ms,
-            kv_cache_memory=args.kv_memory * 2**20,
-            seed=args.seed,
-        )
-        self.scenarios = {name: each for name, each in make_scenarios(self._load).items() if name in args.scenario}
+        args.max_len = self._target.config.max_position_embeddings
+        self.scenarios = {name: each for name, each in make_scenarios(args).items() if name in args.scenario}
 
     def run(self) -> Iterator[None]:
         """Measure the scenarios in rounds; a setting that fails is left out."""
@@ -83,8 +70,9 @@ class LoadBench:
         engines: dict[str, Engine] = {}
         with Turns(num_turns, self.problems, lambda variant: make_idle(engines[variant])) as turns:
             for name, scenario in self.scenarios.items():
-                at_once = scenario.draw(self._load, self.args.num_requests, 0)  # the requests that find the rate
-                engines = {f"{name}: {each}": self._make_engine(scenario, each, at_once) for each in scenario.settings}
+                at_once = scenario.draw(self.args, self.args.num_requests, 0)  # the requests that find the rate
+                longest = self._longest(scenario)
+                engines = {f"{name}: {each}": self._make_engine(scenario, each, longest) for each in scenario.settings}
                 for variant, engine in engines.items():
                     turns.take(variant, "while it warmed up", partial(self._warm_up, engine, at_once))
                 rate, first = inf, next(iter(engines))
@@ -110,70 +98,60 @@ class LoadBench:
         num_requests = self.args.num_requests
         if scenario.is_timed:
             num_requests = max(1, round(rate * self.args.seconds))
-        workload = scenario.draw(self._load, num_requests, round_id)
+        workload = scenario.draw(self.args, num_requests, round_id)
         times = draw_arrivals(1.0, len(workload), self.args.seed + round_id)
         return replace(workload, arrivals=[each / rate for each in times])
 
     def _warm_up(self, engine: Engine, workload: Workload) -> Run:
         return run_workload(engine, Workload(workload.prompts[:NUM_WARM_UP], workload.output_lens[:NUM_WARM_UP]))
 
-    def _make_engine(self, scenario: Scenario, setting: str, workload: Workload) -> Engine:
-        max_model_len = max(workload.max_len, self.args.prompt_len.high + self.args.output_len.high)
-        options: dict[str, Any] = {
-            "speculation": "off",
-            "enable_prefix_caching": False,
-            "max_batch_size": self.args.max_batch_size,
-            "max_model_len": max_model_len,
-            "max_waiting_requests": 100_000,
-            "block_size": BLOCK_SIZE,
-            "draft_weight_bits": self.args.draft_weight_bits,
-            **model_options(self.args),
-            **scenario.options,
-        }
-        options |= scenario.settings[setting]
-        if "kv_cache_memory" not in options:
-            options["num_kv_blocks"] = num_blocks_for(options["max_batch_size"], max_model_len)
+    def _make_engine(self, scenario: Scenario, setting: str, max_model_len: int) -> Engine:
+        options: dict[str, Any] = {"speculation": "off", "max_batch_size": self.args.max_batch_size}
+        options |= {"max_waiting_requests": 100_000, **scenario.options, **scenario.settings[setting]}
         draft = None if options["speculation"] == "off" else self.args.draft_model
-        return Engine(EngineConfig.of(**options), self._target, draft, self._tokenizer, self._backend)
+        config = EngineConfig.of(**engine_options(self.args, max_model_len=max_model_len, **options))
+        return Engine(config, self._target, draft, self._tokenizer, self._backend)
 
+    def _longest(self, scenario: Scenario) -> int:
+        """Tokens of the longest request of any round; where the rate says how many there are, they are short ones."""
+        args = self.args
+        drawn = [scenario.draw(args, args.num_requests, round_id).max_len for round_id in range(1 + args.repeats)]
+        short: int = args.prompt_len.high + args.output_len.high
+        return max(short, *drawn)
 
-def load_report(args: argparse.Namespace, bench: LoadBench) -> Report:
-    """Lay out what the bench measured: the goals, and a table per scenario."""
-    samples: list[Sample] = []
-    for name, scenario in bench.scenarios.items():
-        mine = [each for each in bench.samples if each.labels["scenario"] == name]
-        for ratio in scenario.ratios:
-            mine = with_ratio(mine, ratio + FIRST_SETTING, ratio, setting=next(iter(scenario.settings)))
-        samples += mine
-    rows = make_rows(samples)
-    found = {(row.labels["scenario"], row.labels["setting"]): row for row in rows}
-    goals = [
-        [name, goal.setting, goal.figure, f"{goal.direction} {goal.bound:g}", f"{reached:[.3g}", "yes" if is_met else "no"]
-        for name, scenario in bench.scenarios.items()
-        for goal in scenario.goals
-        if (row := found.get((name, goal.setting))) is not None and (reached := row.figures.get(goal.figure)) is not None
-        for is_met in [goal.is_met(reached.median)]
-    ]
-    tables = [Table("Goals", ["scenario", "setting", "figure", "goal", "reached", "met"], goals, num_text_columns=4)]
-    for name in bench.scenarios:
-        mine_rows = [row for row in rows if row.labels["scenario"] == name]
-        columns = dict.fromkeys((figure for row in mine_rows for figure in row.figures), "±.4g")
-        tables.append(figure_table(name, mine_rows, ["setting"], columns))
-    notes = [
-        f"{args.model}, draft {args.draft_model}, {args.dtype}; prompts of {args.prompt_len} tokens, outputs of {args.output_len}; "
-        f"{count(args.num_requests, 'request')}, in priority those of {args.seconds:g} s; at most {args.max_batch_size} at once; "
-        f"{count(args.repeats, 'interleaved round')}.",
-        f"{FIRST_SETTING.strip()}: ratio to the setting named first, median and range over the rounds; requests/s: of arrivals.",
-    ]
-    num_met = sum(goal[-1] == "yes" for goal in goals)
-    return Report(
-        "A server's load",
-        f"{num_met} of {count(len(goals), 'goal')} reached.",
-        {"rows": rows, "samples": samples},
-        tables,
-        notes=notes,
-        warnings=bench.problems,
-    )
+    def report(self) -> Report:
+        """Lay out what was measured so far: the goals, and a table per scenario."""
+        args = self.args
+        samples: list[Sample] = []
+        for name, scenario in self.scenarios.items():
+            mine = [each for each in self.samples if each.labels["scenario"] == name]
+            for ratio in scenario.ratios:
+                mine = with_ratio(mine, ratio + FIRST_SETTING, ratio, setting=next(iter(scenario.settings)))
+            samples += mine
+        rows = make_rows(samples)
+        found = {(row.labels["scenario"], row.labels["setting"]): row for row in rows}
+        goals = [
+            [name, goal.setting, goal.figure, f"{goal.direction} {goal.bound:g}", f"{reached:[.3g}", "yes" if is_met else "no"]
+            for name, scenario in self.scenarios.items()
+            for goal in scenario.goals
+            if (row := found.get((name, goal.setting))) is not None and (reached := row.figures.get(goal.figure)) is not None
+            for is_met in [goal.is_met(reached.median)]
+        ]
+        tables = [Table("Goals", ["scenario", "setting", "figure", "goal", "reached", "met"], goals, num_text_columns=4)]
+        for name in self.scenarios:
+            mine_rows = [row for row in rows if row.labels["scenario"] == name]
+            columns = dict.fromkeys((figure for row in mine_rows for figure in row.figures), "±.4g")
+            tables.append(figure_table(name, mine_rows, ["setting"], columns))
+        notes = [
+            f"{args.model}, draft {args.draft_model}, {args.dtype}; prompts of {args.prompt_len} tokens, outputs of "
+            f"{args.output_len}; {count(args.num_requests, 'request')}, in priority those of {args.seconds:g} s; at most "
+            f"{args.max_batch_size} at once; {count(args.repeats, 'interleaved round')}.",
+            f"{FIRST_SETTING.strip()}: ratio to the setting named first, median and range over the rounds; requests/s: arrivals.",
+        ]
+        num_met = sum(goal[-1] == "yes" for goal in goals)
+        results: dict[str, Sequence[Row | Sample]] = {"rows": rows, "samples": samples}
+        answer = f"{num_met} of {count(len(goals), 'goal')} reached."
+        return Report("A server's load", answer, results, tables, notes=notes, warnings=self.problems)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -184,8 +162,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     args = parse_arguments(argv)
     bench = LoadBench(args)
-    models = {"target": args.model, "draft": args.draft_model}
-    measure_and_publish(args, bench.run, lambda: load_report(args, bench), models)
+    measure_and_publish(args, bench.run, bench.report)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

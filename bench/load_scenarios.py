@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from titan.bench.engine_run import make_idle, make_requests, serve
+from titan.bench.options import model_options
 from titan.bench.prompts import prompt_stream
 from titan.bench.workloads import Lengths, Workload, take_workload
 from titan.core.request import Request
@@ -21,7 +23,11 @@ from titan.schedule.policies.fair import FairPolicy
 
 Figures = dict[str, float]
 Options = Mapping[str, Any]
+Draw = Callable[[argparse.Namespace, int, int], Workload]
+"""Draws so many requests of a round, as the command line says; ``max_len`` are the positions of the model."""
 SHORT_PER_LONG = 20
+LONG_LEN = 4096
+"""Tokens of a long prompt, or half the model's length, if that is less."""
 SHARED_LEN = 512
 """Tokens of a system prompt, and of the context where attention takes most of a step."""
 CRITICAL_SHARE = 0.1
@@ -30,41 +36,6 @@ HEAVY_SHARE = 10
 MOST_RUNNING = 256
 FIRST_SETTING = " / first"
 """Ends the names of ratios to the first setting in the same round."""
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """How requests are drawn for one model.
-
-    Args:
-        model: whose prompts they are.
-        model_options: how it is opened; see `titan.bench.options.model_options`.
-        prompt_len: tokens of short prompts.
-        output_len: tokens of outputs.
-        max_len: positions of the model.
-        at_once: most requests that run at once.
-        batch_share: of the requests that are not critical, those of the batch class; the rest is normal.
-        inter_token_ms: targets for the time between tokens.
-        kv_cache_memory: bytes in which as many requests run as can.
-        seed: of all that is drawn.
-    """
-
-    model: str
-    model_options: Options
-    prompt_len: Lengths
-    output_len: Lengths
-    max_len: int
-    at_once: int
-    batch_share: float
-    inter_token_ms: Sequence[float]
-    kv_cache_memory: int
-    seed: int
-
-    def take(self, num_requests: int, round_id: int, prompt_len: Lengths | None = None) -> Workload:
-        """Requests that arrive together."""
-        seed = self.seed + round_id
-        prompts = prompt_stream(self.model, "auto", prompt_len or self.prompt_len, seed, **self.model_options)
-        return take_workload(prompts, num_requests, self.output_len.stream(f"{seed}/outputs"))
 
 
 class Goal(NamedTuple):
@@ -86,7 +57,7 @@ class Scenario:
 
     Args:
         settings: these options by name; the first is what ratios compare with.
-        draw: returns so many requests of a round.
+        draw: returns the requests.
         measure: serves them, for at most so many seconds.
         ratios: figures that are compared with the first setting's.
         goals: what must be reached.
@@ -96,7 +67,7 @@ class Scenario:
     """
 
     settings: Mapping[str, Options]
-    draw: Callable[[Load, int, int], Workload]
+    draw: Draw
     measure: Callable[[Engine, Workload, float], Figures]
     ratios: Sequence[str]
     goals: Sequence[Goal]
@@ -105,9 +76,9 @@ class Scenario:
     options: Options = field(default_factory=dict)
 
 
-def make_scenarios(load: Load) -> dict[str, Scenario]:
-    """All scenarios, by name."""
-    targets = {f"target {each:g} ms": {"max_inter_token_s": each / 1e3} for each in load.inter_token_ms}
+def make_scenarios(args: argparse.Namespace) -> dict[str, Scenario]:
+    """All scenarios, by name; ``args`` are the command line."""
+    targets = {f"target {each:g} ms": {"max_inter_token_s": each / 1e3} for each in args.inter_token_ms}
     first_token, between, rate = "critical first token P99, ms", "between tokens P99, ms", "tokens/s"
     return {
         "long-prompts": Scenario(
@@ -164,13 +135,13 @@ def make_scenarios(load: Load) -> dict[str, Scenario]:
         ),
         "int8-memory": Scenario(
             settings={"auto": {}, "int8": {"kv_cache_dtype": "int8"}},
-            draw=lambda load, _, round_id: _fixed(load, MOST_RUNNING, round_id, 64, 64),
+            draw=lambda args, _, round_id: _fixed(args, MOST_RUNNING, round_id, 64, 64),
             measure=_measure_room,
             ratios=["running"],
             goals=[Goal("int8", "running" + FIRST_SETTING, "at least", 1.85)],
             options={
                 "num_kv_blocks": None,
-                "kv_cache_memory": load.kv_cache_memory,
+                "kv_cache_memory": args.kv_memory * 2**20,
                 "reservation": "max_tokens",
                 "max_batch_size": MOST_RUNNING,
             },
@@ -181,7 +152,7 @@ def make_scenarios(load: Load) -> dict[str, Scenario]:
                 "fcfs, adaptive": {"speculation": "adaptive"},
                 "priority, adaptive": {"speculation": "adaptive", "scheduling_policy": "priority"},
             },
-            draw=lambda load, num_requests, round_id: load.take(num_requests, round_id),
+            draw=_take,
             measure=_measure_stream,
             ratios=["latency P50, ms", "latency P99, ms"],
             goals=[
@@ -193,45 +164,52 @@ def make_scenarios(load: Load) -> dict[str, Scenario]:
     }
 
 
-def _fixed(load: Load, num_requests: int, round_id: int, prompt_len: int, output_len: int) -> Workload:
+def _take(args: argparse.Namespace, num_requests: int, round_id: int, prompt_len: Lengths | None = None) -> Workload:
+    """Requests that arrive together."""
+    seed = args.seed + round_id
+    prompts = prompt_stream(args.model, "auto", prompt_len or args.prompt_len, seed, **model_options(args))
+    return take_workload(prompts, num_requests, args.output_len.stream(f"{seed}/outputs"))
+
+
+def _fixed(args: argparse.Namespace, num_requests: int, round_id: int, prompt_len: int, output_len: int) -> Workload:
     """Requests of one length, cut to what the model takes."""
-    length = min(prompt_len, load.max_len - output_len)
-    return replace(load.take(num_requests, round_id, Lengths(length, length)), output_lens=[output_len] * num_requests)
+    length = min(prompt_len, args.max_len - output_len)
+    return replace(_take(args, num_requests, round_id, Lengths(length, length)), output_lens=[output_len] * num_requests)
 
 
-def _draw_long(load: Load, num_requests: int, round_id: int) -> Workload:
-    """In the middle of each `SHORT_PER_LONG` short requests one of half the model's length."""
-    workload = load.take(num_requests, round_id)
+def _draw_long(args: argparse.Namespace, num_requests: int, round_id: int) -> Workload:
+    """In the middle of each `SHORT_PER_LONG` short requests one of `LONG_LEN`."""
+    workload = _take(args, num_requests, round_id)
     places = range(SHORT_PER_LONG // 2, num_requests, SHORT_PER_LONG + 1)
-    long = _fixed(load, len(places), round_id, load.max_len // 2, load.output_len.high).prompts
+    long = _fixed(args, len(places), round_id, min(LONG_LEN, args.max_len // 2), args.output_len.high).prompts
     prompts = dict(enumerate(workload.prompts)) | dict(zip(places, long, strict=True))
     return replace(workload, prompts=list(prompts.values()))
 
 
-def _draw_classes(load: Load, num_requests: int, round_id: int) -> Workload:
+def _draw_classes(args: argparse.Namespace, num_requests: int, round_id: int) -> Workload:
     """`CRITICAL_SHARE` of them critical."""
-    generator = random.Random(f"{load.seed + round_id}/classes")
-    others = (1 - CRITICAL_SHARE) * load.batch_share
+    generator = random.Random(f"{args.seed + round_id}/classes")
+    others = (1 - CRITICAL_SHARE) * args.batch_share
     weights = [CRITICAL_SHARE, others, 1 - CRITICAL_SHARE - others]
     classes = generator.choices(["critical", "batch", "normal"], weights, k=num_requests)
-    return replace(load.take(num_requests, round_id), terms=[RequestTerms(priority=each) for each in classes])
+    return replace(_take(args, num_requests, round_id), terms=[RequestTerms(priority=each) for each in classes])
 
 
-def _draw_users(load: Load, num_requests: int, round_id: int) -> Workload:
+def _draw_users(args: argparse.Namespace, num_requests: int, round_id: int) -> Workload:
     users = islice(cycle(["heavy"] * HEAVY_SHARE + ["light"]), num_requests)
-    return replace(load.take(num_requests, round_id), terms=[RequestTerms(user=each) for each in users])
+    return replace(_take(args, num_requests, round_id), terms=[RequestTerms(user=each) for each in users])
 
 
-def _draw_shared(load: Load, num_requests: int, round_id: int) -> Workload:
+def _draw_shared(args: argparse.Namespace, num_requests: int, round_id: int) -> Workload:
     """A system prompt and a question, to which one token is the answer."""
-    [system] = _fixed(load, 1, round_id, SHARED_LEN, load.prompt_len.high + 1).prompts
-    workload = load.take(num_requests, round_id)
+    [system] = _fixed(args, 1, round_id, SHARED_LEN, args.prompt_len.high + 1).prompts
+    workload = _take(args, num_requests, round_id)
     return Workload([system + prompt[:16] for prompt in workload.prompts], [1] * num_requests)
 
 
-def _draw_contexts(load: Load, num_requests: int, round_id: int) -> Workload:  # noqa: ARG001
+def _draw_contexts(args: argparse.Namespace, num_requests: int, round_id: int) -> Workload:  # noqa: ARG001
     """Contexts that grow to the middle of their outputs; the same in all rounds, so that prompts are in the cache."""
-    return _fixed(load, 32, 0, SHARED_LEN - 32, 64)
+    return _fixed(args, 32, 0, SHARED_LEN - 32, 64)
 
 
 def _run(engine: Engine, workload: Workload, seconds: float) -> tuple[list[Request], list[list[float]], float]:

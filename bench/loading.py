@@ -1,4 +1,4 @@
-"""Models as benchmarks load them themselves."""
+"""Models and engines as benchmarks load them themselves."""
 
 from __future__ import annotations
 
@@ -8,10 +8,36 @@ from typing import Any
 import torch
 
 from titan.bench.options import model_options
+from titan.core.limits import MAX_NODES
 from titan.kernels.interfaces import Backend, Model
 from titan.models.decoder import Decoder
 from titan.models.files import ModelFiles
 from titan.models.loader import load_model, load_tokenizer, open_model, resolve_model
+
+BLOCK_SIZE = 16
+"""Slots per KV block."""
+
+
+def engine_options(args: argparse.Namespace, max_batch_size: int, max_model_len: int, **options: Any) -> dict[str, Any]:
+    """Return options of an engine, as `LLM` and `EngineConfig.of` take them: none of its requests waits for KV, or finds any.
+
+    Args:
+        args: of a parser with `add_target`, `add_draft_weight_bits` and ``dtype``.
+        max_batch_size: requests that run at once, each of which has KV for its longest text and widest search.
+        max_model_len: tokens of the longest request, prompt and output.
+        options: others, which may also replace these.
+    """
+    return {
+        "dtype": args.dtype,
+        "draft_weight_bits": args.draft_weight_bits,
+        **model_options(args),
+        "max_batch_size": max_batch_size,
+        "max_model_len": max_model_len,
+        "block_size": BLOCK_SIZE,
+        "num_kv_blocks": max_batch_size * -(-(max_model_len + MAX_NODES) // BLOCK_SIZE),
+        "enable_prefix_caching": False,
+        **options,
+    }
 
 
 def load_target(args: argparse.Namespace, backend: Backend) -> tuple[Model, Any | None]:

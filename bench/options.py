@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 import sys
@@ -42,11 +43,16 @@ def add_target(parser: argparse.ArgumentParser) -> None:
 def add_draft(parser: argparse.ArgumentParser) -> None:
     """Add the options for the draft and how it is loaded; `parse` fills in that of the demo pair, if its target is asked for."""
     parser.add_argument("--draft-model", help="folder or hub id of the draft, or ngram (default: the demo's, or none)")
+    add_draft_weight_bits(parser)
+
+
+def add_draft_weight_bits(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the weights of drafts."""
     parser.add_argument(
         "--draft-weight-bits",
         type=weight_bits_of,
         default="auto",
-        help="of Titan's draft: 8, none (as they are), or auto, which is 8 where it is faster (default)",
+        help="of Titan's drafts: 8, none (as they are), or auto, which is 8 where it is faster (default)",
     )
 
 
@@ -79,11 +85,36 @@ def parse(
     return args
 
 
+def refuse_given(parser: argparse.ArgumentParser, argv: Sequence[str] | None, names: Sequence[str], place: str) -> None:
+    """Refuse options where they would have no effect.
+
+    Args:
+        parser: of the command line.
+        argv: the command line.
+        names: of what may not be in it, as of the parser's namespace.
+        place: where they have no effect, such as "with --profile".
+
+    Raises:
+        ValueError: one of them was given.
+    """
+    found = vars(parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(names))))
+    for name in names:
+        if found[name] is not None:
+            raise ValueError(f"--{name.replace('_', '-')} is not allowed {place}: it would have no effect")
+
+
 def positive(text: str) -> int:
     """Read an integer of at least 1, as a type of `argparse`."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not allowed: it must be an integer of at least 1")
     return int(text)
+
+
+def above_zero(text: str) -> float:
+    """Read a number, as a type of `argparse`."""
+    if not 0 < float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not allowed: it must be a number above 0")
+    return float(text)
 
 
 def _output_file(text: str) -> Path:

@@ -24,8 +24,8 @@ from titan.models.loader import load_tokenizer, open_model, resolve_model
 DEFINITION = re.compile(r"^ *(?:async def|def|class) ", re.MULTILINE)
 CHARACTERS_PER_TOKEN = 12
 """More than a token of source code has on average, so that a cut text still holds enough tokens."""
-MAX_CHARACTERS = 2048 * CHARACTERS_PER_TOKEN
-"""Texts are cut there, which is more than the longest prompt."""
+MAX_CHARACTERS = 4096 * 6
+"""Texts are cut there, which leaves 4,096 tokens of source code: the longest prompts that a bench asks for by itself."""
 SYNTHETIC = "synthetic"
 EXCLUDED_FOLDERS = {"site-packages", "test", "tests", "idle_test", "encodings", "__pycache__"}
 MARK = "<the message>"

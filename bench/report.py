@@ -79,9 +79,9 @@ def format_label(label: Label) -> str:
 
 def measure_and_publish(
     args: argparse.Namespace,
-    measure: Callable[[], Iterable[object] | None],
+    measure: Callable[[], Iterable[object]],
     make_report: Callable[[], Report],
-    models: Mapping[str, str | None] | None = None,
+    models: Mapping[str, str] | None = None,
 ) -> None:
     """Measure, and publish what was measured, whatever ends it; if that is nothing, no file is touched.
 
@@ -90,19 +90,20 @@ def measure_and_publish(
         measure: keeps its own results. Ctrl-C ends it, and what it has is published. Whenever it yields, the JSON file gets what
             is known so far, which outlives the process, whatever ends it.
         make_report: lays the results out.
-        models: by role, as `collect_provenance` takes them.
+        models: by role, as `collect_provenance` takes them; by default those of the options.
 
     Raises:
         KeyboardInterrupt: Ctrl-C came before anything was measured.
         ValueError: nothing could be measured, for the reasons that the report warns of; or a file could not be written.
         Exception: what else ended the measurement, after the publication.
     """
-    provenance = collect_provenance(args.command, models=models, seed=args.seed)
+    options = {"target": getattr(args, "model", None), "draft": getattr(args, "draft_model", None)}
+    provenance = collect_provenance(args.command, models=options if models is None else models, seed=args.seed)
     failure: BaseException | None = None
     try:
-        for _ in measure() or ():
-            if args.json is not None:
-                write_file(args.json, json_text(make_report(), provenance, args))
+        for _ in measure():
+            if args.json is not None and any((report := make_report()).results.values()):
+                write_file(args.json, json_text(report, provenance, args))
     except BaseException as error:  # noqa: BLE001 - raised again below
         failure = error
     report = make_report()

@@ -1,12 +1,16 @@
-"""Where the time of Titan's steps goes, as the engine measures it."""
+"""Where the time of Titan's steps goes, as the engine measures it, and the least that a pass can take."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import median
+from timeit import repeat
 from typing import Any
 from unittest.mock import patch
+
+import torch
 
 from titan.core.step import StepPlan
 from titan.core.step_times import StepTimes
@@ -70,3 +74,25 @@ def model_of(runner: Runner) -> Decoder:
     """The model of a runner; those of all back ends have it as an attribute."""
     model: Decoder = runner.model  # type: ignore[attr-defined]
     return model
+
+
+def floor_seconds(engine: Engine, num_requests: int, context_len: float) -> float:
+    """Return the least time of a pass on a CPU in which each of ``num_requests`` decodes one token after ``context_len`` others.
+
+    That is the time of its products alone, by the same kernels, and of reading its KV at the plain speed of memory.
+    """
+    model = model_of(engine.runner)
+    sizes = model.config.hidden_size, model.config.num_heads * model.config.head_dim, model.config.intermediate_size
+    hidden, heads, ffn = (torch.ones(num_requests, size, dtype=model.dtype) for size in sizes)
+
+    def multiply_all() -> None:
+        for layer in model.layer_weights:
+            weights = layer.qkv_weight, layer.output_weight, layer.gate_up_weight, layer.down_weight
+            for x, weight in zip((hidden, heads, hidden, ffn), weights, strict=True):
+                model.ops.linear(x, weight, None)
+        model.logits(hidden)
+
+    buffer = torch.ones(2**26, dtype=torch.int64)  # far more than caches hold
+    per_byte = min(repeat(buffer.sum, number=1, repeat=9)) / buffer.nbytes
+    num_kv_bytes = num_requests * context_len * engine.kv.tensors["target"].layout.bytes_per_token
+    return median(repeat(multiply_all, number=1, repeat=9)) + num_kv_bytes * per_byte

@@ -19,18 +19,30 @@ from __future__ import annotations
 import argparse
 import gc
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
+from titan.bench.charts import LineChart, Series, cumulative_points, figure_chart
 from titan.bench.engine_run import profile_workload
-from titan.bench.floor import floor_seconds
-from titan.bench.modes import MODES, PEERS, TITAN, TITAN_DRAFT, LoadedModes, RunMode, load_modes, modes_at, possible_modes
-from titan.bench.options import add_draft, add_target, bench_parser, model_options, parse, positive
+from titan.bench.modes import (
+    MODES,
+    PEERS,
+    TITAN,
+    TITAN_DRAFT,
+    TITAN_SINGLE,
+    TITAN_STATIC,
+    LoadedModes,
+    RunMode,
+    load_modes,
+    modes_at,
+    possible_modes,
+)
+from titan.bench.options import add_draft, add_target, bench_parser, model_options, parse, positive, refuse_given
 from titan.bench.prompts import prompt_stream
-from titan.bench.report import count, measure_and_publish
+from titan.bench.report import Report, Table, count, figure_table, measure_and_publish
 from titan.bench.runs import Run, latency_figures, share_equal
-from titan.bench.samples import Label, Sample
-from titan.bench.step_times import model_of
-from titan.bench.throughput_report import throughput_report
+from titan.bench.samples import Label, Row, Sample, group_samples, join_details, make_rows, with_ratio
+from titan.bench.step_times import floor_seconds, model_of
 from titan.bench.turns import Turns
 from titan.bench.workloads import Lengths, Workload, take_workload
 from titan.core.dtypes import RUN_DTYPES
@@ -44,7 +56,35 @@ WAVES_OF_A_MIX = 4
 """Requests per slot with mixed output lengths, so that slots become free while others are busy."""
 PROFILED = (TITAN, TITAN_DRAFT)
 QUICK = {"dtype": ["float32"], "concurrency": [1, 8], "output_len": Lengths(16, 64)}
-QUICK_MODES = (TITAN, TITAN_DRAFT, "titan-static", "titan-single", "transformers-static")
+QUICK_MODES = (TITAN, TITAN_DRAFT, TITAN_STATIC, TITAN_SINGLE, "transformers-static")
+
+LABELS = ("dtype", "mode", "at once")
+GAIN, P50, P99, STRETCH = f"x {TITAN}", f"P50 x {TITAN}", f"P99 x {TITAN}", f"step x {TITAN}"
+"""Ratios to continuous batching without a draft: tokens/s, percentiles of the latency, time of a step."""
+HEADLINE = {
+    f"x {TITAN_SINGLE}": ("tokens/s over no batching", "9.3"),
+    GAIN: ("tokens/s over continuous batching", "1.5"),
+    P50: ("P50 latency over continuous batching", "0.53"),
+    P99: ("P99 latency over continuous batching", "0.39"),
+}
+"""Figures of the Titan design, on large models and GPUs, by the one that stands here in their place."""
+SPEED = {"tokens/s": "±.1f", GAIN: "±.2f", "requests/s": ".2f", "tokens/step": ".2f", "equal outputs": ".1%"}
+LATENCY = {
+    **{f"latency P{percent}, ms": ".1f" for percent in (50, 90, 99)},
+    P50: "±.2f",
+    P99: "±.2f",
+    **{f"{kind} P{percent}, ms": ".1f" for kind in ("first token", "between tokens") for percent in (50, 99)},
+}
+MACHINE = {**dict.fromkeys(("CPU", "GPU", "KV mean", "KV peak"), ".0%"), "batch": ".1f", "ms/step": ".2f", STRETCH: "±.2f"}
+STEP = {
+    "context": ".0f",
+    "ms/step": "±.2f",
+    **dict.fromkeys(("host", "draft", "target"), ".0%"),
+    "trees, batch, acceptance": ".1%",
+    **dict.fromkeys(("ms/target pass", "ms/pass at least", "pass x least"), ".2f"),
+    "draft passes": ".1f",
+    "ms/draft pass": ".2f",
+}
 
 
 class ThroughputBench:
@@ -75,7 +115,7 @@ class ThroughputBench:
         }
         next(self._prompts())  # what is wrong with them shows before anything is loaded
 
-    def run(self) -> None:
+    def run(self) -> Iterator[None]:
         """Load the modes of each dtype, and let them take turns with each number of requests at once."""
         args = self.args
         for dtype in args.dtype:
@@ -85,11 +125,11 @@ class ThroughputBench:
                 num_profiles = args.profiled_rounds * len(loaded.runs.keys() & PROFILED)
                 num_turns = [args.timed_rounds * len(modes_at(loaded.runs, each)) + num_profiles for each in args.concurrency]
                 with Turns(sum(num_turns), self.problems, loaded.recover) as turns:
-                    self._measure(loaded, turns)
+                    yield from self._measure(loaded, turns)
             del loaded, turns
             gc.collect()  # the models of this dtype go before the next are loaded
 
-    def _measure(self, loaded: LoadedModes, turns: Turns) -> None:
+    def _measure(self, loaded: LoadedModes, turns: Turns) -> Iterator[None]:
         args = self.args
         prompts, output_lens = self._prompts(), args.output_len.stream(f"{args.seed}/outputs")
         profiles = {
@@ -109,13 +149,20 @@ class ThroughputBench:
                 workload = take_workload(prompts, at_once, output_lens)
                 context = (sum(map(len, workload.prompts)) + sum(workload.output_lens) / 2) / at_once
                 for labels, run in self._runs(loaded.dtype, turns, profiles, workload, at_once):
-                    figures = {"context": context, **run.figures}
-                    engine = loaded.engine if labels["mode"] == TITAN and "host" in figures else None
-                    if engine is not None and isinstance(model_of(engine.runner), Decoder):
-                        floor = 1e3 * floor_seconds(engine, at_once, context)
-                        figures |= {"ms/pass at least": floor, "pass x least": figures["ms/target pass"] / floor}
-                    if "host" in figures:  # nothing is timed on a GPU
-                        self.profiles.append(Sample(labels, round_id, figures))
+                    if "host" in run.figures:  # where requests have one token, there is no step after their first
+                        floor = self._floor(loaded, labels, run, context)
+                        self.profiles.append(Sample(labels, round_id, {"context": context, **run.figures, **floor}))
+            yield
+
+    def _floor(self, loaded: LoadedModes, labels: Mapping[str, Label], run: Run, context: float) -> dict[str, float]:
+        """What a pass without a draft takes at least, where that is known: on a CPU, of Titan's own decoder."""
+        engine = loaded.engine
+        if engine is None or labels["mode"] != TITAN or not engine.backend.is_host:
+            return {}
+        if not isinstance(model_of(engine.runner), Decoder):
+            return {}
+        floor = 1e3 * floor_seconds(engine, int(labels["at once"]), context)
+        return {"ms/pass at least": floor, "pass x least": run.figures["ms/target pass"] / floor}
 
     def _runs(
         self, dtype: str, turns: Turns, modes: Mapping[str, RunMode], workload: Workload, at_once: int
@@ -139,6 +186,30 @@ class ThroughputBench:
         args = self.args
         return prompt_stream(args.model, args.prompts, args.prompt_len, args.seed, **model_options(args))
 
+    def report(self) -> Report:
+        """Lay out what was measured so far."""
+        args, samples = self.args, with_ratios(self.samples)
+        rows, parts = make_rows(samples), make_rows(self.profiles)
+        modes = dict.fromkeys(str(row.labels["mode"]) for row in [*rows, *parts])
+        about = (
+            f"{args.model}, draft {args.draft_model} with at most {args.max_draft_tokens} draft tokens; prompts ({args.prompts}) "
+            f"of {args.prompt_len} tokens, {args.output_len} generated, {count(args.waves, 'request')} per slot, all there from "
+            f"the start; temperature 0, end of sequence ignored; medians of {count(args.rounds, 'interleaved round')} with half "
+            f'their range (one round has none); "equal outputs" are equal to those of {TITAN}; KV is the share of blocks for '
+            f'{count(max(args.concurrency), "request")}; a draft gains tokens/step divided by "{STRETCH}"; host, draft and target '
+            f"are shares of a decode step."
+        )
+        return Report(
+            "Parts of a decode step" if args.profile else "Throughput",
+            throughput_answer(rows, parts),
+            {"rows": rows, "parts": parts, "samples": samples, "profiles": self.profiles},
+            throughput_tables(rows, parts),
+            charts=throughput_charts(rows, samples),
+            notes=[about, *(f"- {mode}: {MODES[mode].description}" for mode in modes)],
+            warnings=list(dict.fromkeys(self.problems)),
+            versions=self.versions,
+        )
+
 
 def timed_sample(labels: Mapping[str, Label], round_id: int, run: Run, reference: Run | None) -> Sample:
     """Keep what the report needs of a run; ``reference`` is Titan's without a draft in the same round, if there is one."""
@@ -150,19 +221,90 @@ def timed_sample(labels: Mapping[str, Label], round_id: int, run: Run, reference
     return Sample(labels, round_id, figures, {"latency, s": [each.latency for each in run.requests]})
 
 
+def with_ratios(samples: Sequence[Sample]) -> list[Sample]:
+    """Add "x MODE" of tokens/s for every other mode, and the other ratios to `TITAN`."""
+    for mode in dict.fromkeys(str(each.labels["mode"]) for each in samples):
+        samples = with_ratio(samples, f"x {mode}", "tokens/s", mode=mode)
+    for name, figure in ((P50, "latency P50, ms"), (P99, "latency P99, ms"), (STRETCH, "ms/step")):
+        samples = with_ratio(samples, name, figure, mode=TITAN)
+    return list(samples)
+
+
+def throughput_answer(rows: Sequence[Row], parts: Sequence[Row]) -> str:
+    """What speculation gains; of a run without it, the fastest mode; of a profile, how much of a step the host takes."""
+    if not rows:
+        hosts = [row.figures["host"].median for row in parts]
+        return f"The host takes {min(hosts):.0%} to {max(hosts):.0%} of a step." if hosts else "Nothing was measured."
+    gains = [
+        f"{row.figures[GAIN]:±.2fx} with {_place(row)}" for row in rows if row.labels["mode"] == TITAN_DRAFT and GAIN in row.figures
+    ]
+    if gains:
+        return f"Tokens/s with speculation over none: {', '.join(gains)}."
+    best = max(rows, key=lambda row: row.figures["tokens/s"].median)
+    return f"Fastest: {best.labels['mode']}, {best.figures['tokens/s']:±.1f} tokens/s with {_place(best)}."
+
+
+def throughput_tables(rows: Sequence[Row], parts: Sequence[Row]) -> list[Table]:
+    """Speed, Titan over every other mode, latency, machine, parts of a step, and the headline; those that have figures."""
+    mine = [row for row in rows if row.labels["mode"] in (TITAN, TITAN_DRAFT)]
+    tables = [
+        figure_table("Throughput", rows, LABELS, SPEED),
+        figure_table("Titan over the others, tokens/s", mine, LABELS, {f"x {row.labels['mode']}": "±.2f" for row in rows}),
+        figure_table("Latency", rows, LABELS, LATENCY),
+        figure_table("Machine", rows, LABELS, MACHINE),
+        figure_table("Parts of a decode step", parts, LABELS, STEP),
+        headline_table([row for row in rows if row.labels["mode"] == TITAN_DRAFT]),
+    ]
+    return [table for table in tables if table.rows]
+
+
+def headline_table(drafts: Sequence[Row]) -> Table:
+    """The headline of the Titan design beside rows of `TITAN_DRAFT`: a column per dtype, with the most requests."""
+    columns = {row.labels["dtype"]: row for row in sorted(drafts, key=_at_once)}.values()
+    cells = [
+        [text, headline, *(format(row.figures[figure], "±.2f") if figure in row.figures else "-" for row in columns)]
+        for figure, (text, headline) in HEADLINE.items()
+    ]
+    return Table("The Titan design's headline", ["figure", "headline", *map(_place, columns)], cells if drafts else [])
+
+
+def throughput_charts(rows: Sequence[Row], samples: Sequence[Sample]) -> list[LineChart]:
+    """Per dtype, tokens/s over the requests at once, and the distribution of the latency with the most of them."""
+    charts = []
+    for dtype in dict.fromkeys(row.labels["dtype"] for row in rows):
+        mine = sorted((row for row in rows if row.labels["dtype"] == dtype), key=_at_once)
+        speeds = figure_chart(f"Throughput, {dtype}", mine, "at once", "tokens/s", "mode")
+        most = _at_once(mine[-1])
+        groups = [group for group in group_samples(samples) if group[0].labels["dtype"] == dtype and _at_once(group[0]) == most]
+        latencies = [Series(str(each[0].labels["mode"]), cumulative_points(join_details(each, "latency, s"))) for each in groups]
+        title = f"Latency of requests, {dtype}, {most} at once"
+        charts += [
+            replace(speeds, x_label="requests at once", is_log_x=True),
+            LineChart(title, "seconds", "share of the requests", latencies, style="steps"),
+        ]
+    return charts
+
+
+def _at_once(each: Row | Sample) -> int:
+    return int(each.labels["at once"])
+
+
+def _place(each: Row) -> str:
+    return f"{count(_at_once(each), 'request')} at once in {each.labels['dtype']}"
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     args = parse_arguments(argv)
     bench = ThroughputBench(args)
-    make_report = partial(throughput_report, args, bench.samples, bench.profiles, bench.problems, bench.versions)
-    measure_and_publish(args, bench.run, make_report, {"target": args.model, "draft": args.draft_model})
+    measure_and_publish(args, bench.run, bench.report)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; options that depend on others are filled in.
 
     Raises:
-        ValueError: the draft or a mode is not possible, or --profile was asked for something that it cannot do.
+        ValueError: the draft or a mode is not possible, or an option is not allowed with --profile, or without it.
     """
     parser = bench_parser("throughput", __doc__)
     add = parser.add_argument
@@ -187,14 +329,17 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
     args.peer = dict(args.peer)
     args.concurrency = args.concurrency or ([32] if args.profile else [1, 8, 32])
-    args.waves = args.waves or (WAVES_OF_A_MIX if args.output_len.is_mixed else 1)
     args.timed_rounds, args.profiled_rounds = (0, args.rounds) if args.profile else (args.rounds, 1)
-    if args.profile:
+    if not args.profile:
+        refuse_given(parser, argv, ("context_len",), "without --profile")
+    else:
+        refuse_given(parser, argv, ("prompt_len", "waves"), "with --profile")
         prompt_len = args.context_len - args.output_len.low // 2
         if args.output_len.is_mixed or prompt_len < 1:
             lengths = f"--context-len {args.context_len} must be more than half of --output-len {args.output_len}"
             raise ValueError(f"{lengths}, which --profile takes as one length")
         args.prompt_len = Lengths(prompt_len, prompt_len)
+    args.waves = args.waves or (WAVES_OF_A_MIX if args.output_len.is_mixed else 1)
     allowed = [mode for mode in possible_modes(args.draft_model, **model_options(args)) if mode in PROFILED or not args.profile]
     args.modes = args.modes or [mode for mode in (QUICK_MODES if args.quick else MODES) if mode in allowed]
     for mode in args.modes:

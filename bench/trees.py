@@ -11,14 +11,12 @@ reports what there is.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
 from titan.bench.charts import LineChart, figure_chart
 from titan.bench.draft_bench import QUICK, DraftBench, Setting, draft_parser, take_workloads
 from titan.bench.draft_recipes import DraftRecipe
-from titan.bench.draft_report import make_report
 from titan.bench.options import parse, positive
 from titan.bench.report import Report, measure_and_publish
 from titan.bench.samples import NO_DRAFT, Row
@@ -39,11 +37,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse(parser, argv, QUICK)
     workloads = take_workloads(args, "auto")
     settings = [Setting({"temperature": t}, workloads, tree_recipes(args.draft_model, t, args.nodes)) for t in args.temperature]
-    bench = DraftBench(args, "tree", settings)
+    bench = DraftBench(args, "Draft trees", "tree", settings)
     if not any(isinstance(drafter, DraftModelDrafter) for drafter in bench.drafters.values()):
         raise ValueError(f"--draft-model {args.draft_model} is not a draft model: only those have shapes to compare")
-    models = {"target": args.model, "draft": args.draft_model}
-    measure_and_publish(args, bench.measure, lambda: tree_report(args, bench), models)
+    measure_and_publish(args, bench.run, lambda: tree_report(bench))
 
 
 def tree_recipes(model: str, temperature: float, num_nodes: Sequence[int]) -> list[DraftRecipe]:
@@ -54,9 +51,9 @@ def tree_recipes(model: str, temperature: float, num_nodes: Sequence[int]) -> li
     return [DraftRecipe(f"{name}, {count}", model, None, tree, count, sampling) for tree, sampling, count, name in shapes]
 
 
-def tree_report(args: argparse.Namespace, bench: DraftBench) -> Report:
+def tree_report(bench: DraftBench) -> Report:
     """Lay out what was measured so far; the first plots are those of `node_charts`."""
-    report = make_report(args, bench, "Draft trees", f"draft: {args.draft_model}.")
+    report = bench.report(f"draft: {bench.args.draft_model}.")
     return replace(report, charts=[*node_charts(report.results["rows"]), *report.charts])
 
 

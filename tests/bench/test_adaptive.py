@@ -13,8 +13,16 @@ from back_ends import CODED, make_back_end
 from zoo import Zoo
 
 from titan.bench import adaptive
-from titan.bench.adaptive import AdaptiveBench, main, parse_arguments
-from titan.bench.adaptive_report import adaptive_answer, bootstrap_median, compare, interval_rows, mean_samples
+from titan.bench.adaptive import (
+    AdaptiveBench,
+    adaptive_answer,
+    bootstrap_median,
+    compare,
+    interval_rows,
+    main,
+    mean_samples,
+    parse_arguments,
+)
 from titan.bench.engine_run import make_requests, run_first_steps
 from titan.bench.hopeless_drafts import load_shuffled
 from titan.bench.runs import Run
@@ -24,12 +32,12 @@ from titan.engine import Engine
 from titan.models.files import ModelFiles
 from titan.models.loader import load_model, open_model
 
-SIZES = ["--prompt-len", "4-20", "--output-len", "12", "--rounds", "2", "--concurrency", "1", "3", "--fixed", "1", "3"]
+SIZES = ["--output-len", "12", "--fixed", "1", "3"]
 
 
 def options(zoo: Zoo, *more: str) -> list[str]:
     models = ["--model", zoo.path("llama"), "--draft-model", zoo.path("llama~"), "--threads", str(torch.get_num_threads())]
-    return [*models, "--dtype", "float32", *SIZES, *more]
+    return [*models, "--dtype", "float32", "--prompt-len", "4-20", "--rounds", "2", "--concurrency", "1", "3", *more]
 
 
 def run(zoo: Zoo, folder: Path, *more: str) -> dict[str, Any]:
@@ -39,7 +47,7 @@ def run(zoo: Zoo, folder: Path, *more: str) -> dict[str, Any]:
 
 
 def test_every_setting_gives_a_row(zoo: Zoo, tmp_path: Path) -> None:
-    result = run(zoo, tmp_path)
+    result = run(zoo, tmp_path, *SIZES)
     rows = {tuple(row["labels"].values()): row["figures"] for row in result["rows"]}
     settings = ["off", "fixed 1", "fixed 3", "adaptive"]
     assert list(rows) == [(at_once, setting) for at_once in (1, 3, "all") for setting in settings]
@@ -58,7 +66,7 @@ def test_every_setting_gives_a_row(zoo: Zoo, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("draft", "helps"), [([], [True, True]), (["--hopeless"], [False, False]), (["--mixed"], [True, False])])
 def test_a_useless_draft_is_useless_and_drafts_as_much(zoo: Zoo, draft: list[str], helps: list[bool]) -> None:
     """For none of the requests, or for every second one; outputs are the target's in any case."""
-    engine = AdaptiveBench(parse_arguments(options(zoo, *draft)))._engines["fixed 3"]
+    engine = AdaptiveBench(parse_arguments(options(zoo, *SIZES, *draft)))._engines["fixed 3"]
     prompts = [[5, 9, 77, 14], [7] * 9, [21, 8]]
     requests = make_requests(engine, Workload(prompts, [20] * 3))
     for request in requests:
@@ -153,6 +161,9 @@ def test_the_interval_is_that_of_all_resamples(num_rounds: int) -> None:
         (["--hopeless", "--mixed"], "argument --mixed: not allowed with argument --hopeless"),
         (["--fixed", "64"], "max_draft_tokens=64 is not allowed: it must be an integer from 0 to 63"),
         (["--first-steps", "0"], "argument --first-steps: 0 is not allowed: it must be an integer of at least 1"),
+        (["--first-steps", "5", "--fixed", "1"], "--fixed is not allowed with --first-steps: it would have no effect"),
+        (["--quick", "--first-steps", "5", "--waves", "2"], "--waves is not allowed with --first-steps"),
+        (["--first-steps", "5", "--output-len", "8"], "--output-len is not allowed with --first-steps"),
     ],
 )
 def test_bad_options_are_refused(zoo: Zoo, bad: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from titan.bench.arrivals import TraceEntry, draw_arrivals, read_trace, read_variation
+from titan.bench.workloads import TraceEntry, draw_arrivals, read_trace, read_variation
 
 NUM_ARRIVALS = 20_000
 

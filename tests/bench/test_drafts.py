@@ -15,8 +15,8 @@ from tiny_models import reference_logits
 from zoo import Zoo
 
 from titan.bench import draft_bench, trees
-from titan.bench.draft_recipes import DraftRecipe, Models, rounded
-from titan.bench.draft_report import compare, rank
+from titan.bench.draft_bench import compare, rank
+from titan.bench.draft_recipes import DraftRecipe, Models
 from titan.bench.drafts import main
 from titan.bench.predict import expected_tokens
 from titan.bench.samples import NO_DRAFT, Row, Sample, Spread
@@ -40,41 +40,27 @@ def logits_of(model: Decoder, token_ids: list[int]) -> torch.Tensor:
     return torch.cat([runner.forward(batch) for batch in batches]).float()
 
 
-@pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize(("name", "num_layers"), [("llama", 2), ("qwen3", 1), ("mistral", 2)])
-def test_a_truncated_target_is_its_first_layers_in_transformers(zoo: Zoo, name: str, num_layers: int, bits: int | None) -> None:
-    """Rounding changes linear weights and nothing else; the target's own stay as they are."""
+def test_a_truncated_target_is_its_first_layers_in_transformers(zoo: Zoo, name: str, num_layers: int) -> None:
     token_ids = [5, 9, 77, 14, 5, 130, 21, 8, 3, 66, 12, 90, 41, 7, 18]
     engine = make_engine(zoo.path(name))
-    drafter = DraftRecipe("", "truncated", num_layers, bits=bits).make_drafter(engine, zoo.path(name), {})
+    drafter = DraftRecipe("", "truncated", num_layers).make_drafter(engine, {})
     shorter: Any = copy.deepcopy(zoo.model(name))
     shorter.model.layers = shorter.model.layers[:num_layers]
-    for path, parameter in shorter.named_parameters():  # of a tied embedding only by its first name
-        if bits and ("proj" in path or "lm_head" in path):
-            parameter.data = rounded(parameter.data, bits)
     assert isinstance(drafter, DraftModelDrafter)
     for model, expected in ((drafter.model, shorter), (model_of(engine.runner), zoo.model(name))):
         assert torch.allclose(logits_of(model, token_ids), reference_logits(expected, token_ids), atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("bits", [2, 8])
-def test_rounded_weights_are_integers_of_their_row_and_no_further_than_half_a_step(bits: int) -> None:
-    weight = torch.randn(7, 33, generator=torch.Generator().manual_seed(0))
-    steps = weight.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
-    integers = rounded(weight, bits) / steps
-    assert torch.allclose(integers, integers.round(), atol=1e-4) and integers.abs().max() <= 2 ** (bits - 1) - 1 + 1e-4
-    assert ((rounded(weight, bits) - weight).abs() <= steps * 0.5001).all() and not rounded(0 * weight, bits).any()
-
-
 def test_recipes_make_the_drafters_that_they_name_and_share_their_weights(zoo: Zoo) -> None:
     engine, models, good = make_engine(zoo.path("llama"), max_draft_tokens=8), Models(), zoo.path("llama~")
-    texts = ["ngram,tokens=3", good, f"{good},tree=dynamic,tokens=8", f"{good},tree=-1/-1/0,sampling=sampled,bits=4"]
-    ngram, *others = (DraftRecipe.parse(text, 4).make_drafter(engine, zoo.path("llama"), models) for text in texts)
+    texts = ["ngram,tokens=3", good, f"{good},tree=dynamic,tokens=8", f"{good},tree=-1/-1/0,sampling=sampled"]
+    ngram, *others = (DraftRecipe.parse(text, 4).make_drafter(engine, models) for text in texts)
     assert isinstance(ngram, NgramDrafter) and ngram.max_draft_tokens == 3
     plain, dynamic, fixed = (each for each in others if isinstance(each, DraftModelDrafter))
     assert (dynamic.max_draft_tokens, dynamic.policy.draft_tree, plain.policy.draft_tree) == (8, "dynamic", "auto")
     assert (fixed.max_draft_tokens, fixed.policy.draft_tree, fixed.policy.draft_sampling) == (4, (-1, -1, 0), "sampled")
-    assert dynamic.model is plain.model and fixed.model is not plain.model
+    assert dynamic.model is plain.model is fixed.model
 
 
 def run(zoo: Zoo, folder: Path, *options: str) -> dict[str, Any]:
@@ -129,13 +115,12 @@ def test_what_fails_amid_a_step_is_left_out_and_the_others_go_on(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--draft", "demo,foo=1"], "'demo,foo=1' is not allowed: .* tokens=4, of tree, tokens, sampling, bits, each at most once"),
+        (["--draft", "demo,foo=1"], "'demo,foo=1' is not allowed: .* tokens=4, of tree, tokens, sampling, each at most once"),
         (["--draft", ""], "draft '' is not allowed: it must be a name"),
         (["--draft", "demo,tokens=0"], "'demo,tokens=0' is not allowed: tokens=0"),
         (["--draft", "demo,tree=-1/0/1/2/3"], "at most max_draft_tokens=4"),
-        (["--draft", "demo,bits=0"], "bits=0 is not allowed: it must be an integer from 2 to 8"),
         (["--draft", "truncated:3"], "left out: truncated:3: .* the target has 3 layers, so 1 to one less"),
-        (["--draft", "ngram,bits=8"], "bits=8 needs a draft model"),
+        (["--draft", "demo", "--output-len", "1"], "--output-len 1 is not allowed: it must be at least 2"),
         (["--workload", "poetry"], "workload poetry: prompts 'poetry' are unknown"),
         (["--temperature", "-1"], "temperature"),
     ],
@@ -160,16 +145,15 @@ def test_speed_ups_and_predictions_are_within_rounds() -> None:
 
 
 def row(draft: str, speed_up: float, tokens: float, drafting: float = 0.4, target: float = 1.0, workload: str = "code") -> Row:
-    """A row of a draft whose steps take so many steps without a draft; not timed if ``drafting`` is 0."""
+    """A row of a draft whose steps take so many steps without a draft."""
     figures, length = {"x no draft": speed_up, "tokens/step": tokens}, drafting + target + 0.1
-    if drafting:
-        figures |= {"x ms/step": length, "draft": drafting / length, "target": target / length, "host": 0.1 / length}
+    figures |= {"x ms/step": length, "draft": drafting / length, "target": target / length, "host": 0.1 / length}
     labels = {"workload": workload, "temperature": 0.0, "draft": draft}
     return Row(labels, {name: Spread.of([value]) for name, value in figures.items()})
 
 
 def test_the_ranking_is_over_workloads_and_says_what_a_draft_lacks() -> None:
-    rows = [row("blind", 0.8, 1.2, 0), row("dear", 1.1, 3.1, 1.6), row("best", 3.8, 3.0), row("verbose", 1.5, 3.0, target=1.5)]
+    rows = [row("blind", 0.8, 1.2), row("dear", 1.1, 3.1, 1.6), row("best", 3.8, 3.0), row("verbose", 1.5, 3.0, target=1.5)]
     ranking = rank([*rows, row("best", 0.95, 3.0, workload="prose"), row("equal", 1.0, 3.0)], "draft")
     assert [(each.labels["draft"], each.labels["why"]) for each in ranking] == [
         ("best", "emits 3.00 tokens per step, which pay for steps that take 1.50 x as long as without a draft"),

@@ -117,6 +117,20 @@ def test_kv_use_is_the_share_of_blocks_that_requests_hold(engine: Engine) -> Non
     assert found == pytest.approx([num_blocks.max(), num_blocks.mean()])
 
 
+def test_a_device_is_asked_how_busy_it_is_once_and_outside_of_all_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = StepClock(engine, monkeypatch)
+    monkeypatch.setattr(engine.backend, "utilization", lambda: clock.sleep(100) or 0.25, raising=True)
+    run = run_workload(engine, Workload([[5]] * 3, [20] * 3), 2, use_speculative=False)
+    assert run.figures["GPU"] == 0.25 and run.seconds == 40 and run.figures["CPU"] * torch.get_num_threads() == 1
+    assert clock.time == 100 + 40 + 100
+
+
+def test_requests_that_would_end_for_want_of_room_are_refused(engine: Engine) -> None:
+    assert len(make_requests(engine, Workload([[5] * 60], [20]))) == 1
+    with pytest.raises(ValueError, match="no room for requests of 81 tokens: max_model_len=80"):
+        make_requests(engine, Workload([[5] * 60, [5]], [21, 4]))
+
+
 def test_an_aborted_request_is_an_error_and_the_engine_can_be_made_idle(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = engine.scheduler
     monkeypatch.setattr(engine, "step", lambda: [each for each in [*scheduler.waiting] if not scheduler.abort(each, "no room")])

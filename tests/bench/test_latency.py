@@ -11,10 +11,10 @@ import pytest
 from zoo import Zoo
 
 from titan.bench import latency
-from titan.bench.arrivals import draw_arrivals
-from titan.bench.latency_report import RATE, SERVED, find_limits, latency_answer, load_figures
+from titan.bench.latency import RATE, SERVED, find_limits, latency_answer, load_figures
 from titan.bench.runs import RequestRun
 from titan.bench.samples import Sample, make_rows
+from titan.bench.workloads import draw_arrivals
 
 
 def request(arrival: float, first: float, finished: float, num_tokens: int = 5) -> RequestRun:

@@ -11,7 +11,7 @@ import pytest
 from zoo import Zoo
 
 from titan.bench.load import LoadBench, main, parse_arguments
-from titan.bench.load_scenarios import SHORT_PER_LONG, Goal, make_scenarios
+from titan.bench.load_scenarios import LONG_LEN, SHORT_PER_LONG, Goal, make_scenarios
 
 
 def options(zoo: Zoo, *more: str) -> list[str]:
@@ -40,17 +40,33 @@ def test_a_scenario_has_a_row_per_setting_with_the_figures_of_its_goals(zoo: Zoo
 
 def test_the_requests_are_what_the_scenarios_say_and_the_same_for_all_settings(zoo: Zoo) -> None:
     bench = LoadBench(parse_arguments(options(zoo)))
-    drawn = {name: each.draw(bench._load, 210, 1) for name, each in make_scenarios(bench._load).items()}
-    half, lengths = bench._load.max_len // 2, [len(prompt) for prompt in drawn["long-prompts"].prompts]
+    drawn = {name: each.draw(bench.args, 210, 1) for name, each in bench.scenarios.items()}
+    half, lengths = bench.args.max_len // 2, [len(prompt) for prompt in drawn["long-prompts"].prompts]
     assert lengths.count(half) == 10 and max(lengths[:10] + lengths[11:31]) <= 20 and SHORT_PER_LONG == 20
     classes = Counter(each.priority for each in drawn["priority"].terms)
     assert classes.keys() == {"critical", "batch"} and 10 <= classes["critical"] <= 32
     assert Counter(each.user for each in drawn["fair"].terms) == {"heavy": 191, "light": 19}
-    shared = min(512, bench._load.max_len - 21)
+    shared = min(512, bench.args.max_len - 21)
     assert len({tuple(prompt[:shared]) for prompt in drawn["prefix"].prompts}) == 1 < len({*map(tuple, drawn["prefix"].prompts)})
     priority = bench.scenarios["priority"]
     first, again, other = (bench._arrive(priority, 500.0, round_id) for round_id in (1, 1, 2))
     assert len(first) == 100 and first == again and first.arrivals != other.arrivals
+
+
+def test_a_long_prompt_is_one_that_the_texts_have_however_long_the_model(zoo: Zoo) -> None:
+    """With a tokenizer."""
+    args = parse_arguments(["--threads", "1"])
+    args.max_len = 131_072
+    lengths = [len(prompt) for prompt in make_scenarios(args)["long-prompts"].draw(args, 42, 0).prompts]
+    assert sorted(lengths)[-2:] == [LONG_LEN] * 2 and sorted(lengths)[-3] <= 128
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_engine_has_room_for_the_longest_request_of_any_round(zoo: Zoo, seed: int) -> None:
+    bench = LoadBench(parse_arguments(options(zoo, "--seed", str(seed), "--num-requests", "11", "--repeats", "5")))
+    for scenario in bench.scenarios.values():
+        rounds = [bench._arrive(scenario, 500.0, round_id) for round_id in range(1, 6)]
+        assert max(each.max_len for each in rounds) <= bench._longest(scenario) <= bench.args.max_len
 
 
 def test_goals_are_bounds_from_their_side() -> None:

@@ -59,7 +59,7 @@ def test_a_table_has_labels_and_the_figures_that_any_row_has() -> None:
 def test_all_files_answer_first_and_hold_figures_warnings_and_provenance(
     report: Report, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    measure_and_publish(options(tmp_path), lambda: None, lambda: report, {"target": "demo", "draft": None})
+    measure_and_publish(options(tmp_path), tuple, lambda: report, {"target": "demo"})
     document, text, page = ((tmp_path / "new" / f"run.{kind}").read_text() for kind in ("json", "markdown", "html"))
     shown, result = capsys.readouterr().out, json.loads(document)
     assert result["rows"][0]["figures"]["tokens/s"] == {"median": 1.5, "minimum": 1.0, "maximum": 2.0, "num_rounds": 3}
@@ -84,7 +84,7 @@ def test_all_files_answer_first_and_hold_figures_warnings_and_provenance(
 def test_what_was_measured_is_published_whatever_ends_the_measurement(
     report: Report, tmp_path: Path, error: BaseException, rows: list[Row], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def measure() -> None:
+    def measure() -> tuple[()]:
         raise error
 
     args = options(tmp_path)
@@ -99,10 +99,10 @@ def test_nothing_measured_and_a_file_that_cannot_be_written_are_errors_and_do_no
 ) -> None:
     args = options(tmp_path)
     with pytest.raises(ValueError, match=r"^nothing was measured; noisy & slow; hot$"):
-        measure_and_publish(args, lambda: None, lambda: replace(report, results={"rows": []}))
+        measure_and_publish(args, tuple, lambda: replace(report, results={"rows": []}))
     args.json.mkdir(parents=True)  # since the options were read
     with pytest.raises(ValueError, match=r"run\.json could not be written: IsADirectoryError"):
-        measure_and_publish(args, lambda: None, lambda: report)
+        measure_and_publish(args, tuple, lambda: report)
     assert args.markdown.exists() and args.html.exists()
 
 

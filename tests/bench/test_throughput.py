@@ -16,8 +16,16 @@ from titan.bench.engine_run import run_workload
 from titan.bench.modes import MODES, Mode
 from titan.bench.runs import RequestRun, Run
 from titan.bench.samples import Sample, make_rows
-from titan.bench.throughput import ThroughputBench, main, parse_arguments, timed_sample
-from titan.bench.throughput_report import throughput_answer, throughput_charts, throughput_tables, with_ratios
+from titan.bench.throughput import (
+    ThroughputBench,
+    main,
+    parse_arguments,
+    throughput_answer,
+    throughput_charts,
+    throughput_tables,
+    timed_sample,
+    with_ratios,
+)
 from titan.bench.workloads import Workload
 from titan.cli import main as titan_main
 from titan.engine import Engine
@@ -56,13 +64,17 @@ def test_every_mode_gives_a_row_and_titan_the_same_outputs(zoo: Zoo, tmp_path: P
     assert "Latency of requests, float32, 3 at once</h2>" in (tmp_path / "run.html").read_text()
 
 
-def test_a_profile_counts_decode_steps_at_the_context_asked_for(zoo: Zoo, tmp_path: Path) -> None:
-    sizes = ["--context-len", "24", "--output-len", "8", "--rounds", "2", "--concurrency", "4"]
+def test_a_profile_counts_decode_steps_at_the_context_asked_for_and_a_pass_over_its_least_time(zoo: Zoo, tmp_path: Path) -> None:
+    sizes = ["--context-len", "24", "--output-len", "8", "--rounds", "2", "--concurrency", "4", "--device", "cpu"]
     result = run(zoo, tmp_path, "--profile", *sizes)
     assert [sample["labels"]["mode"] for sample in result["profiles"]] == ["titan", "titan-draft"] * 2
     for sample in result["profiles"]:
-        assert sample["figures"]["context"] == 24
-        assert (sample["figures"]["draft"] > 0) == (sample["labels"]["mode"] == "titan-draft")
+        figures, is_plain = sample["figures"], sample["labels"]["mode"] == "titan"
+        assert figures["context"] == 24 and (figures["draft"] > 0) != is_plain
+        assert ("ms/pass at least" in figures) == ("pass x least" in figures) == is_plain
+        if is_plain:
+            assert figures["ms/target pass"] == pytest.approx(figures["ms/pass at least"] * figures["pass x least"])
+            assert 0 < figures["ms/pass at least"] < figures["ms/step"]
     assert (tmp_path / "run.markdown").read_text().count("## ") == 2  # the parts, and where they come from
 
 
@@ -166,6 +178,9 @@ def test_quick_and_profile_are_presets_that_other_options_refine() -> None:
         (["--draft-model", "ngram", "--profile", "--modes", "transformers-static"], "allowed are titan, titan-draft"),
         (["--draft-model", "ngram", "--profile", "--context-len", "64"], "more than half of --output-len 128"),
         (["--profile", "--output-len", "4-8"], "--output-len 4-8, which --profile takes as one length"),
+        (["--quick", "--profile", "--waves", "2"], "--waves is not allowed with --profile: it would have no effect"),
+        (["--profile", "--prompt-len", "64"], "--prompt-len is not allowed with --profile"),
+        (["--quick", "--context-len", "512"], "--context-len is not allowed without --profile"),
         (["--draft-model", "./nowhere"], "'./nowhere' does not exist"),
         (["--quick", "--device", "abacus"], "device='abacus'"),
         (["--quick", "--prompts", "poetry"], "prompts 'poetry' are unknown"),

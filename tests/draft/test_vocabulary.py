@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from zoo import Zoo, random_prompts
 
 from titan import LLM, SamplingParams
+from titan.bench.adaptive import AdaptiveBench, parse_arguments
 from titan.bench.draft_recipes import DraftRecipe, Models
 from titan.cli import main
 from titan.diagnosis import faults
@@ -275,8 +276,11 @@ def test_benches_map_the_tokens_of_a_draft_whose_weights_they_share(pair: Pair) 
     recipe, models, params = DraftRecipe.parse(pair.drafts["alike"], 4), Models(), [greedy(12)] * len(PROMPTS)
     expected = run_all(loads_itself, PROMPTS, params), loads_itself.metrics().accepted_per_depth
     for _ in range(2):
-        shares.swap_draft(recipe.make_drafter(shares, pair.target, models))
+        shares.swap_draft(recipe.make_drafter(shares, models))
         assert run_all(shares, PROMPTS, params) == expected[0]
     assert shares.metrics().accepted_per_depth == [2 * each for each in expected[1]] and expected[1][0] > 10
-    with pytest.raises(ValueError, match=r"bits=4 needs a draft with the target's tokens, and those of .* are others"):
-        DraftRecipe.parse(f"{pair.drafts['alike']},bits=4", 4).make_drafter(shares, pair.target, {})
+    models_of = ["--model", pair.target, "--draft-model", pair.drafts["alike"], "--dtype", "float32", "--threads", "1"]
+    with pytest.raises(
+        ValueError, match=r"--hopeless needs a draft with the target's tokens: those of --draft-model .* are others"
+    ):
+        AdaptiveBench(parse_arguments([*models_of, "--hopeless"]))
