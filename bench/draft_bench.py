@@ -15,7 +15,7 @@ from statistics import geometric_mean, mean
 from titan import LLM, SamplingParams
 from titan.bench.charts import figure_chart
 from titan.bench.draft_recipes import DraftRecipe, Models
-from titan.bench.engine_run import make_idle, profile_workload
+from titan.bench.engine_run import make_idle, run_workload
 from titan.bench.loading import engine_options
 from titan.bench.options import add_draft_weight_bits, add_target, bench_parser, model_options, positive
 from titan.bench.predict import DepthCounts, wilson_share
@@ -29,6 +29,8 @@ from titan.core.dtypes import RUN_DTYPES
 from titan.draft.base import Drafter
 
 QUICK = {"output_len": 48, "repeats": 1}
+STRETCH = "x decode step"
+"""A decode step over one without a draft."""
 PARTS = {"draft": "drafting", "target": "verification", "host": "the host"}
 """Shares of a step by figure, and what they are for."""
 COLUMNS = {
@@ -42,7 +44,7 @@ COLUMNS = {
     "ms/draft pass": ".2f",
     "ms/target pass": ".2f",
     "verify/decode": ".2f",
-    "ms/step": ".2f",
+    "ms/decode step": ".2f",
     "host": ".1%",
     "trees, batch, acceptance": ".1%",
     "equal outputs": ".0%",
@@ -50,7 +52,7 @@ COLUMNS = {
 DEPTHS = {"trees": ".0f"} | {f"depth {depth}": "[.2f" for depth in range(1, 7)}
 NOTES = (
     "x no draft: median over the rounds of the ratio within a round, ± half the range; over workloads the geometric mean. tokens/s "
-    "count the wall time of a run, prefill included; times of steps and passes are those after the prefill.",
+    "count the wall time of a run, prefill included; times of steps and passes are those without prompts.",
     "predicted x: E / (drafting + verification), in target passes without draft tokens, E = (1 - alpha^(gamma+1)) / (1 - alpha), "
     "after Leviathan et al. 2023 (equation 1, theorem 3.8), with the measured alpha, the acceptance of one more depth; the host's "
     "work outside the passes, and prefill, are not in it. verify/decode: a target pass with draft tokens over one without.",
@@ -130,11 +132,11 @@ class DraftBench:
         self.engine.swap_draft(self.drafters[draft])
         warm_up, *workloads = setting.workloads
         temperature = float(setting.labels["temperature"])
-        profile = partial(profile_workload, self.engine, concurrency=self.args.concurrency, temperature=temperature)
-        profile(warm_up)
+        work = partial(run_workload, self.engine, concurrency=self.args.concurrency, temperature=temperature)
+        work(warm_up)
         counts = DepthCounts()
         self.engine.observers[:] = [counts.observe]
-        run = profile(workloads[round_id])
+        run = work(workloads[round_id])
         return replace(run, figures={**run.figures, **counts.figures}, details=counts.details)
 
     def report(self, *notes: str) -> Report:
@@ -177,7 +179,7 @@ def compare(samples: Sequence[Sample], kind: str) -> list[Sample]:
         samples: of `DraftBench`.
         kind: the label that names drafts.
     """
-    for name, figure in {"x no draft": "tokens/s", "x ms/step": "ms/step", "verify/decode": "ms/target pass"}.items():
+    for name, figure in {"x no draft": "tokens/s", STRETCH: "ms/decode step", "verify/decode": "ms/target pass"}.items():
         samples = with_ratio(samples, name, figure, **{kind: NO_DRAFT})
     found = []
     for each in samples:
@@ -221,10 +223,10 @@ def rank(rows: Sequence[Row], kind: str) -> list[Row]:
 def _overall(rows: Sequence[Row]) -> dict[str, float]:
     """A draft over all workloads; a step and its parts are in steps without a draft."""
     medians = [{name: spread.median for name, spread in row.figures.items()} for row in rows]
-    figures = {part: mean(each["x ms/step"] * each[part] for each in medians) for part in PARTS}
+    figures = {part: mean(each[STRETCH] * each[part] for each in medians) for part in PARTS}
     return {
         **figures,
-        "x ms/step": sum(figures.values()),
+        STRETCH: sum(figures.values()),
         "x no draft": geometric_mean(each["x no draft"] for each in medians),
         "tokens/step": mean(each["tokens/step"] for each in medians),
     }
@@ -235,13 +237,13 @@ def _why(mine: Mapping[str, float], best: Mapping[str, float]) -> str:
     reason = f"emits {mine['tokens/step']:.2f} tokens per step"
     if mine is best:
         pays = "pay" if mine["x no draft"] > 1 else "do not pay"
-        return f"{reason}, which {pays} for steps that take {mine['x ms/step']:.2f} x as long as without a draft"
+        return f"{reason}, which {pays} for steps that take {mine[STRETCH]:.2f} x as long as without a draft"
     reason += f", the fastest {best['tokens/step']:.2f}"
     fewer_by = best["tokens/step"] / mine["tokens/step"]
-    longer_by = mine["x ms/step"] / best["x ms/step"]
+    longer_by = mine[STRETCH] / best[STRETCH]
     if longer_by > max(1.0, fewer_by):
         cause = PARTS[max(PARTS, key=lambda part: mine[part] - best[part])]
-        lengths = f"{mine['x ms/step']:.2f} x a step without a draft, the fastest's {best['x ms/step']:.2f}"
+        lengths = f"{mine[STRETCH]:.2f} x a step without a draft, the fastest's {best[STRETCH]:.2f}"
         reason = f"its steps take {lengths}, mostly for {cause}"
     elif fewer_by <= 1:
         reason = "no worse per step in these figures: behind within the noise"

@@ -42,9 +42,15 @@ def make_requests(engine: Engine, workload: Workload, **options: Any) -> list[Re
 
 
 def run_workload(
-    engine: Engine, workload: Workload, concurrency: int | None = None, *, use_speculative: bool = True, is_static: bool = False
+    engine: Engine,
+    workload: Workload,
+    concurrency: int | None = None,
+    *,
+    use_speculative: bool = True,
+    temperature: float = 0.0,
+    is_static: bool = False,
 ) -> Run:
-    """Step an idle engine until a workload is done; temperature 0.
+    """Step an idle engine until a workload is done; figures are of the whole run, and of its decode steps, if there are any.
 
     A request that arrives during a step waits until the step ends; its latency includes that wait.
 
@@ -53,15 +59,16 @@ def run_workload(
         workload: each request is added when its time has come.
         concurrency: most requests at once; 1 is no batching, ``None`` leaves it to the engine.
         use_speculative: whether the engine may draft.
+        temperature: of the requests.
         is_static: the next requests are added when all of those before are finished.
 
     Raises:
         RuntimeError: a request was ended before it had its tokens.
     """
-    requests = make_requests(engine, workload, use_speculative=use_speculative)
+    requests = make_requests(engine, workload, use_speculative=use_speculative, temperature=temperature)
     changes: dict[Request, list[float]] = {request: [] for request in requests}
     seconds, cpu_start = 0.0, time.process_time()
-    with _observed_kv(engine) as kv_use:
+    with _observed_kv(engine) as kv_use, step_times(engine) as times:
         for seconds, changed in serve(engine, workload, requests, concurrency or len(requests), is_static=is_static):
             for request in changed:
                 changes[request].append(seconds)
@@ -78,6 +85,7 @@ def run_workload(
         "CPU": cpu_seconds / seconds / torch.get_num_threads(),
         "KV mean": mean(kv_use),
         "KV peak": max(kv_use),
+        **times.figures,
     }
     if gpu_use is not None:
         figures["GPU"] = gpu_use
@@ -98,26 +106,6 @@ def run_static(engine: Engine, workload: Workload, batch_size: int) -> Run:
         for request, wanted, end in zip(run.requests, workload.output_lens, ends, strict=True)
     ]
     return replace(run, requests=requests)
-
-
-def profile_workload(
-    engine: Engine, workload: Workload, concurrency: int, *, use_speculative: bool = True, temperature: float = 0.0
-) -> Run:
-    """Run a workload and time the parts of its steps, those before the first requests have tokens left out.
-
-    Raises:
-        RuntimeError: as `run_workload`.
-    """
-    requests = make_requests(engine, workload, use_speculative=use_speculative, temperature=temperature)
-    steps = serve(engine, workload, requests, concurrency)
-    seconds = 0.0
-    while not all(request.num_output_tokens for request in requests[:concurrency]):
-        seconds, _ = next(steps)
-    with step_times(engine) as times:
-        for seconds, _ in steps:  # noqa: B007 - the last counts
-            pass
-    runs = [RequestRun(request.output_token_ids, seconds, None) for request in requests]
-    return Run(runs, seconds, {**_step_figures(requests), **times.figures})
 
 
 def run_first_steps(engine: Engine, workload: Workload, num_steps: int) -> Run:

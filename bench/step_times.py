@@ -22,23 +22,24 @@ from titan.models.decoder import Decoder
 
 @dataclass(slots=True)
 class TimedSteps:
-    """Times of steps, and what growing their draft trees took."""
+    """Times of steps, and what growing draft trees took; a decode step is one in which no prompt is computed."""
 
     steps: list[StepTimes] = field(default_factory=list)
-    growths: list[GrowthReport] = field(default_factory=list)  # of the steps in which a draft model grew trees
+    decodes: list[StepTimes] = field(default_factory=list)
+    growths: list[GrowthReport] = field(default_factory=list)  # of the decode steps in which a draft model grew trees
 
     @property
     def figures(self) -> dict[str, float]:
-        """Milliseconds of a step and of passes, and the parts of a step; host, draft and target add up to 1. None without steps."""
-        num_steps, num_passes = len(self.steps), sum(each.num_passes for each in self.growths)
+        """Milliseconds of a decode step and of its passes, and its parts; host, draft and target add up to 1. None without one."""
+        num_steps, num_passes = len(self.decodes), sum(each.num_passes for each in self.growths)
         if not num_steps:
             return {}
-        whole, propose = sum(each.whole for each in self.steps), sum(each.draft for each in self.steps)
-        target, of_growths = sum(each.backlog + each.target for each in self.steps), [each.seconds for each in self.growths]
+        whole, propose = sum(each.whole for each in self.decodes), sum(each.draft for each in self.decodes)
+        target, of_growths = sum(each.backlog + each.target for each in self.decodes), [each.seconds for each in self.growths]
         draft = propose if None in of_growths else sum(filter(None, of_growths))
-        speculation = propose + sum(each.inputs + each.verify for each in self.steps)
+        speculation = propose + sum(each.inputs + each.verify for each in self.decodes)
         figures = {
-            "ms/step": 1e3 * whole / num_steps,
+            "ms/decode step": 1e3 * whole / num_steps,
             "host": 1 - (target + draft) / whole,
             "draft": draft / whole,
             "target": target / whole,
@@ -54,15 +55,19 @@ class TimedSteps:
 @contextmanager
 def step_times(engine: Engine) -> Iterator[TimedSteps]:
     """Collect the times of an engine's steps as long as the context lasts."""
-    times, note, propose = TimedSteps(), engine._log.note, engine.drafting.propose
+    times, note, propose, is_decode = TimedSteps(), engine._log.note, engine.drafting.propose, False
 
     def note_and_keep(end: float, parts: StepTimes, *rest: Any) -> None:
         times.steps.append(parts)
+        if is_decode:
+            times.decodes.append(parts)
         note(end, parts, *rest)
 
     def propose_and_keep(plan: StepPlan) -> DraftTrees:
+        nonlocal is_decode
+        is_decode = all(request.num_output_tokens for request in plan.requests)
         trees = propose(plan)
-        if trees.growth is not None:
+        if is_decode and trees.growth is not None:
             times.growths.append(trees.growth)
         return trees
 

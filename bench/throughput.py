@@ -3,7 +3,7 @@
 Every mode runs once per round, on requests that are new in each round and the same for all modes of a round. All requests of a
 run arrive together, and at most as many run at once as --concurrency says. Temperature 0, and the end of sequence is ignored.
 Tokens per second count the tokens that were asked for over the wall time of the run, prefill included. Latencies count from the
-start of the run. Ratios are medians over the rounds of the ratio within a round. The parts of a step come from an extra run.
+start of the run. Ratios are medians over the rounds of the ratio within a round. Decode steps are those that compute no prompt.
 
     titan bench throughput --quick                                          the demo pair, in under two minutes
     titan bench throughput --model DIR/target --draft-model DIR/draft
@@ -23,7 +23,6 @@ from dataclasses import replace
 from functools import partial
 
 from titan.bench.charts import LineChart, Series, cumulative_points, figure_chart
-from titan.bench.engine_run import profile_workload
 from titan.bench.modes import (
     MODES,
     PEERS,
@@ -46,6 +45,7 @@ from titan.bench.step_times import floor_seconds, model_of
 from titan.bench.turns import Turns
 from titan.bench.workloads import Lengths, Workload, take_workload
 from titan.core.dtypes import RUN_DTYPES
+from titan.engine import Engine
 from titan.kernels.backend import choose_device
 from titan.models.decoder import Decoder
 from titan.models.loader import resolve_model
@@ -55,6 +55,7 @@ NUM_WARM_UP_TOKENS = 16
 WAVES_OF_A_MIX = 4
 """Requests per slot with mixed output lengths, so that slots become free while others are busy."""
 PROFILED = (TITAN, TITAN_DRAFT)
+"""Modes whose decode steps are shown by their parts."""
 QUICK = {"dtype": ["float32"], "concurrency": [1, 8], "output_len": Lengths(16, 64)}
 QUICK_MODES = (TITAN, TITAN_DRAFT, TITAN_STATIC, TITAN_SINGLE, "transformers-static")
 
@@ -78,7 +79,7 @@ LATENCY = {
 MACHINE = {**dict.fromkeys(("CPU", "GPU", "KV mean", "KV peak"), ".0%"), "batch": ".1f", "ms/step": ".2f", STRETCH: "±.2f"}
 STEP = {
     "context": ".0f",
-    "ms/step": "±.2f",
+    "ms/decode step": "±.2f",
     **dict.fromkeys(("host", "draft", "target"), ".0%"),
     "trees, batch, acceptance": ".1%",
     **dict.fromkeys(("ms/target pass", "ms/pass at least", "pass x least"), ".2f"),
@@ -88,7 +89,7 @@ STEP = {
 
 
 class ThroughputBench:
-    """Times modes in rounds, and profiles those of `PROFILED`; its lists and ``versions`` grow as it goes.
+    """Times modes in rounds; its lists and ``versions`` grow as it goes.
 
     Args:
         args: from `parse_arguments`.
@@ -100,7 +101,6 @@ class ThroughputBench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.samples: list[Sample] = []
-        self.profiles: list[Sample] = []
         self.problems: list[str] = []
         self.versions: dict[str, str] = {}
         self._options = {
@@ -122,9 +122,8 @@ class ThroughputBench:
             with load_modes(args.modes, {**self._options, "dtype": dtype}, args.peer, self.problems) as loaded:
                 for process in loaded.processes.values():
                     self.versions |= process.versions
-                num_profiles = args.profiled_rounds * len(loaded.runs.keys() & PROFILED)
-                num_turns = [args.timed_rounds * len(modes_at(loaded.runs, each)) + num_profiles for each in args.concurrency]
-                with Turns(sum(num_turns), self.problems, loaded.recover) as turns:
+                num_turns = args.rounds * sum(len(modes_at(loaded.runs, each)) for each in args.concurrency)
+                with Turns(num_turns, self.problems, loaded.recover) as turns:
                     yield from self._measure(loaded, turns)
             del loaded, turns
             gc.collect()  # the models of this dtype go before the next are loaded
@@ -132,37 +131,18 @@ class ThroughputBench:
     def _measure(self, loaded: LoadedModes, turns: Turns) -> Iterator[None]:
         args = self.args
         prompts, output_lens = self._prompts(), args.output_len.stream(f"{args.seed}/outputs")
-        profiles = {
-            mode: partial(profile_workload, loaded.engine, use_speculative=MODES[mode].uses_draft)
-            for mode in PROFILED
-            if loaded.engine is not None and mode in loaded.runs
-        }
         for at_once in args.concurrency:
-            timed = {mode: loaded.runs[mode] for mode in modes_at(loaded.runs, at_once)}
-            for round_id in range(args.timed_rounds):
+            modes = {mode: loaded.runs[mode] for mode in modes_at(loaded.runs, at_once)}
+            for round_id in range(args.rounds):
                 workload = take_workload(prompts, at_once * args.waves, output_lens)
+                context = (sum(map(len, workload.prompts)) + sum(workload.output_lens) / 2) / len(workload)
                 reference: Run | None = None
-                for labels, run in self._runs(loaded.dtype, turns, timed, workload, at_once):
-                    reference = run if labels["mode"] == TITAN else reference
-                    self.samples.append(timed_sample(labels, round_id, run, reference))
-            for round_id in range(args.profiled_rounds):
-                workload = take_workload(prompts, at_once, output_lens)
-                context = (sum(map(len, workload.prompts)) + sum(workload.output_lens) / 2) / at_once
-                for labels, run in self._runs(loaded.dtype, turns, profiles, workload, at_once):
-                    if "host" in run.figures:  # where requests have one token, there is no step after their first
-                        floor = self._floor(loaded, labels, run, context)
-                        self.profiles.append(Sample(labels, round_id, {"context": context, **run.figures, **floor}))
+                for labels, run in self._runs(loaded.dtype, turns, modes, workload, at_once):
+                    if labels["mode"] == TITAN:
+                        reference = run
+                        run = replace(run, figures={**run.figures, **_floor_figures(loaded.engine, run, at_once, context)})
+                    self.samples.append(timed_sample(labels, round_id, run, reference, context))
             yield
-
-    def _floor(self, loaded: LoadedModes, labels: Mapping[str, Label], run: Run, context: float) -> dict[str, float]:
-        """What a pass without a draft takes at least, where that is known: on a CPU, of Titan's own decoder."""
-        engine = loaded.engine
-        if engine is None or labels["mode"] != TITAN or not engine.backend.is_host:
-            return {}
-        if not isinstance(model_of(engine.runner), Decoder):
-            return {}
-        floor = 1e3 * floor_seconds(engine, int(labels["at once"]), context)
-        return {"ms/pass at least": floor, "pass x least": run.figures["ms/target pass"] / floor}
 
     def _runs(
         self, dtype: str, turns: Turns, modes: Mapping[str, RunMode], workload: Workload, at_once: int
@@ -189,8 +169,10 @@ class ThroughputBench:
     def report(self) -> Report:
         """Lay out what was measured so far."""
         args, samples = self.args, with_ratios(self.samples)
-        rows, parts = make_rows(samples), make_rows(self.profiles)
-        modes = dict.fromkeys(str(row.labels["mode"]) for row in [*rows, *parts])
+        rows = make_rows(samples)
+        parts = [row for row in rows if row.labels["mode"] in PROFILED and "host" in row.figures]
+        timed = [] if args.profile else rows
+        modes = dict.fromkeys(str(row.labels["mode"]) for row in rows)
         about = (
             f"{args.model}, draft {args.draft_model} with at most {args.max_draft_tokens} draft tokens; prompts ({args.prompts}) "
             f"of {args.prompt_len} tokens, {args.output_len} generated, {count(args.waves, 'request')} per slot, all there from "
@@ -201,23 +183,41 @@ class ThroughputBench:
         )
         return Report(
             "Parts of a decode step" if args.profile else "Throughput",
-            throughput_answer(rows, parts),
-            {"rows": rows, "parts": parts, "samples": samples, "profiles": self.profiles},
-            throughput_tables(rows, parts),
-            charts=throughput_charts(rows, samples),
+            throughput_answer(timed, parts),
+            {"rows": rows, "samples": samples},
+            throughput_tables(timed, parts),
+            charts=throughput_charts(timed, samples),
             notes=[about, *(f"- {mode}: {MODES[mode].description}" for mode in modes)],
             warnings=list(dict.fromkeys(self.problems)),
             versions=self.versions,
         )
 
 
-def timed_sample(labels: Mapping[str, Label], round_id: int, run: Run, reference: Run | None) -> Sample:
-    """Keep what the report needs of a run; ``reference`` is Titan's without a draft in the same round, if there is one."""
+def _floor_figures(engine: Engine | None, run: Run, at_once: int, context: float) -> dict[str, float]:
+    """What a pass without a draft takes at least, if there was one; it is known on a CPU, of Titan's own decoder."""
+    if engine is None or not engine.backend.is_host or "ms/target pass" not in run.figures:
+        return {}
+    if not isinstance(model_of(engine.runner), Decoder):
+        return {}
+    floor = 1e3 * floor_seconds(engine, at_once, context)
+    return {"ms/pass at least": floor, "pass x least": run.figures["ms/target pass"] / floor}
+
+
+def timed_sample(labels: Mapping[str, Label], round_id: int, run: Run, reference: Run | None, context: float) -> Sample:
+    """Keep what the report needs of a run.
+
+    Args:
+        labels: of the run.
+        round_id: likewise.
+        run: of a mode.
+        reference: Titan's without a draft in the same round, if there is one.
+        context: mean tokens before a token that is generated.
+    """
     latencies = latency_figures(run.requests)
     if MODES[str(labels["mode"])].ends_together:
         latencies = {name: value for name, value in latencies.items() if not name.startswith("between tokens")}
     equal = {} if reference is None else {"equal outputs": share_equal(run, reference)}
-    figures = {**run.rates, **run.figures, **latencies, **equal}
+    figures = {"context": context, **run.rates, **run.figures, **latencies, **equal}
     return Sample(labels, round_id, figures, {"latency, s": [each.latency for each in run.requests]})
 
 
@@ -329,7 +329,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
     args.peer = dict(args.peer)
     args.concurrency = args.concurrency or ([32] if args.profile else [1, 8, 32])
-    args.timed_rounds, args.profiled_rounds = (0, args.rounds) if args.profile else (args.rounds, 1)
     if not args.profile:
         refuse_given(parser, argv, ("context_len",), "without --profile")
     else:

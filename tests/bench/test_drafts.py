@@ -93,7 +93,7 @@ def test_drafts_take_turns_on_the_same_prompts_and_what_cannot_run_is_named(zoo:
 def test_what_fails_amid_a_step_is_left_out_and_the_others_go_on(
     zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
-    original, runs = draft_bench.profile_workload, []
+    original, runs = draft_bench.run_workload, []
 
     def fail_in_second_round(engine: Any, workload: Any, *, concurrency: int, temperature: float) -> Any:
         assert not engine.scheduler.has_unfinished
@@ -103,7 +103,7 @@ def test_what_fails_amid_a_step_is_left_out_and_the_others_go_on(
                 patch.setattr(engine.kv, "commit", lambda *_: 1 / 0)
             return original(engine, workload, concurrency, temperature=temperature)
 
-    monkeypatch.setattr(draft_bench, "profile_workload", fail_in_second_round)
+    monkeypatch.setattr(draft_bench, "run_workload", fail_in_second_round)
     result = run(zoo, tmp_path, "--draft=ngram", "--draft=truncated:1", "--workload", "synthetic", "--repeats", "3")
     assert runs[:4] == [(name, length, length) for name in (NO_DRAFT, "ngram") for length in (16, 18)]
     found = {row["labels"]["draft"]: row["figures"]["tokens/s"]["num_rounds"] for row in result["rows"]}
@@ -147,7 +147,7 @@ def test_speed_ups_and_predictions_are_within_rounds() -> None:
 def row(draft: str, speed_up: float, tokens: float, drafting: float = 0.4, target: float = 1.0, workload: str = "code") -> Row:
     """A row of a draft whose steps take so many steps without a draft."""
     figures, length = {"x no draft": speed_up, "tokens/step": tokens}, drafting + target + 0.1
-    figures |= {"x ms/step": length, "draft": drafting / length, "target": target / length, "host": 0.1 / length}
+    figures |= {"x decode step": length, "draft": drafting / length, "target": target / length, "host": 0.1 / length}
     labels = {"workload": workload, "temperature": 0.0, "draft": draft}
     return Row(labels, {name: Spread.of([value]) for name, value in figures.items()})
 

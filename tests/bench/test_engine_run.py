@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,9 @@ from zoo import Zoo, random_prompts
 
 from titan import LLM, SamplingParams
 from titan.bench import engine_run
-from titan.bench.engine_run import make_idle, make_requests, profile_workload, run_static, run_workload
+from titan.bench.engine_run import make_idle, make_requests, run_static, run_workload
 from titan.bench.runs import Run
-from titan.bench.step_times import step_times
+from titan.bench.step_times import TimedSteps, step_times
 from titan.bench.workloads import Workload
 from titan.engine import Engine
 from titan.kernels.torch.backend import TorchBackend
@@ -148,13 +149,22 @@ def chain_engine(zoo: Zoo, request: pytest.FixtureRequest) -> Engine:
     return make_engine(zoo.path("llama"), zoo.path("llama~"), backend=backend, max_draft_tokens=3, max_model_len=80)
 
 
-def test_a_profile_begins_when_as_many_requests_as_run_at_once_have_tokens(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    begins: list[int] = []
-    monkeypatch.setattr(engine_run, "step_times", lambda _: begins.append(engine.counters.num_steps) or step_times(engine))
-    for concurrency, num_steps in ((1, 16), (2, 8)):
-        before = engine.counters.num_steps
-        profile_workload(engine, Workload([[5] * 8, [6] * 9], [8, 8]), concurrency, use_speculative=False)
-        assert (begins.pop(), engine.counters.num_steps) == (before + 1, before + num_steps)
+def test_decode_steps_are_those_without_prompts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two requests at once, four tokens each, of which the first comes with the prompt: 3 + 3 decode steps of the two waves."""
+    seen: list[TimedSteps] = []
+
+    @contextmanager
+    def watched(engine: Engine) -> Iterator[TimedSteps]:
+        with step_times(engine) as times:
+            seen.append(times)
+            yield times
+
+    monkeypatch.setattr(engine_run, "step_times", watched)
+    run = run_workload(engine, Workload([[5] * 8] * 4, [4] * 4), 2, use_speculative=False)
+    [times] = seen
+    assert (len(times.steps), len(times.decodes)) == (8, 6) and times.figures.items() <= run.figures.items()
+    assert run.figures["ms/decode step"] == pytest.approx(1e3 * np.mean([each.whole for each in times.decodes]))
+    assert "host" not in run_workload(engine, Workload([[5] * 8] * 3, [1] * 3), 2).figures  # no step but those of prompts
 
 
 def test_parts_of_a_step_add_up_and_each_pass_of_a_chain_counts_also_if_all_are_one_call(chain_engine: Engine) -> None:

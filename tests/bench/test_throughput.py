@@ -58,7 +58,7 @@ def test_every_mode_gives_a_row_and_titan_the_same_outputs(zoo: Zoo, tmp_path: P
         assert ("between tokens P50, ms" in figures) == (mode != "titan-static")  # where requests end with their batch
     assert rows["titan", 3]["tokens/step"]["median"] == 1 < rows["titan-draft", 3]["tokens/step"]["median"]
     assert rows["titan-single", 3]["batch"]["median"] == 1 < rows["titan", 3]["batch"]["median"] <= 3
-    assert [row["labels"]["mode"] for row in result["parts"]] == ["titan", "titan-draft"] * 2
+    assert {mode for (mode, _), figures in rows.items() if "host" in figures} == {*OURS}
     assert result["warnings"] == ["broken ended at 1 request at once in float32: RuntimeError: out of memory"]
     assert result["provenance"]["versions"]["fake"] == "1.0" and "Titan over the others" in (tmp_path / "run.markdown").read_text()
     assert "Latency of requests, float32, 3 at once</h2>" in (tmp_path / "run.html").read_text()
@@ -67,14 +67,14 @@ def test_every_mode_gives_a_row_and_titan_the_same_outputs(zoo: Zoo, tmp_path: P
 def test_a_profile_counts_decode_steps_at_the_context_asked_for_and_a_pass_over_its_least_time(zoo: Zoo, tmp_path: Path) -> None:
     sizes = ["--context-len", "24", "--output-len", "8", "--rounds", "2", "--concurrency", "4", "--device", "cpu"]
     result = run(zoo, tmp_path, "--profile", *sizes)
-    assert [sample["labels"]["mode"] for sample in result["profiles"]] == ["titan", "titan-draft"] * 2
-    for sample in result["profiles"]:
+    assert [sample["labels"]["mode"] for sample in result["samples"]] == ["titan", "titan-draft"] * 2
+    for sample in result["samples"]:
         figures, is_plain = sample["figures"], sample["labels"]["mode"] == "titan"
         assert figures["context"] == 24 and (figures["draft"] > 0) != is_plain
         assert ("ms/pass at least" in figures) == ("pass x least" in figures) == is_plain
         if is_plain:
             assert figures["ms/target pass"] == pytest.approx(figures["ms/pass at least"] * figures["pass x least"])
-            assert 0 < figures["ms/pass at least"] < figures["ms/step"]
+            assert figures["ms/pass at least"] > 0
     assert (tmp_path / "run.markdown").read_text().count("## ") == 2  # the parts, and where they come from
 
 
@@ -124,7 +124,7 @@ def test_modes_that_cannot_run_are_left_out_with_a_reason(zoo: Zoo, tmp_path: Pa
 def sample(mode: str, round_id: int, seconds: float) -> Sample:
     """A run of two requests of 50 tokens each, the second of which ends at ``seconds``."""
     requests = [RequestRun([1] * 50, seconds / 2, 0.1), RequestRun([2] * 50, seconds, 0.1)]
-    return timed_sample({"dtype": "float32", "mode": mode, "at once": 2}, round_id, Run(requests, seconds), None)
+    return timed_sample({"dtype": "float32", "mode": mode, "at once": 2}, round_id, Run(requests, seconds), None, 0.0)
 
 
 RUNS = [("titan", 0, 10.0), ("titan-draft", 0, 5.0), ("titan-single", 0, 40.0), ("titan", 1, 100.0), ("titan-draft", 1, 25.0)]
@@ -161,12 +161,8 @@ def test_quick_and_profile_are_presets_that_other_options_refine() -> None:
     assert (quick.dtype, quick.concurrency, str(quick.output_len), quick.waves) == (["float32"], [4], "16-64", 4)
     assert quick.modes == [*OURS, "transformers-static"]
     profile = parse_arguments(["--profile", "--rounds", "2", *options])
-    assert (profile.dtype, profile.concurrency, profile.timed_rounds, profile.profiled_rounds) == (
-        ["float32", "bfloat16"],
-        [32],
-        0,
-        2,
-    )
+    assert (profile.dtype, profile.concurrency, profile.rounds) == (["float32", "bfloat16"], [32], 2)
+    assert (str(profile.prompt_len), profile.waves, profile.modes) == ("448", 1, OURS[:2])
 
 
 @pytest.mark.parametrize(
