@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from statistics import mean
@@ -68,7 +67,7 @@ def run_workload(
     requests = make_requests(engine, workload, use_speculative=use_speculative, temperature=temperature)
     changes: dict[Request, list[float]] = {request: [] for request in requests}
     seconds, cpu_start = 0.0, time.process_time()
-    with _observed_kv(engine) as kv_use, step_times(engine) as times:
+    with step_times(engine) as times:
         for seconds, changed in serve(engine, workload, requests, concurrency or len(requests), is_static=is_static):
             for request in changed:
                 changes[request].append(seconds)
@@ -80,11 +79,11 @@ def run_workload(
     ]
     figures = {
         **_step_figures(requests),
-        "batch": sum(request.metrics.num_sequence_steps for request in requests) / len(kv_use),
-        "ms/step": 1e3 * seconds / len(kv_use),
+        "batch": sum(request.metrics.num_sequence_steps for request in requests) / len(times.steps),
+        "ms/step": 1e3 * seconds / len(times.steps),
         "CPU": cpu_seconds / seconds / torch.get_num_threads(),
-        "KV mean": mean(kv_use),
-        "KV peak": max(kv_use),
+        "KV mean": mean(times.kv_use),
+        "KV peak": max(times.kv_use),
         **times.figures,
     }
     if gpu_use is not None:
@@ -162,19 +161,3 @@ def _step_figures(requests: Sequence[Request]) -> dict[str, float]:
         "tokens/step": sum(each.num_emitted_tokens for each in metrics) / num_steps,
         "nodes/step": sum(each.num_draft_tokens for each in metrics) / num_steps,
     }
-
-
-@contextmanager
-def _observed_kv(engine: Engine) -> Iterator[list[float]]:
-    """Collect the share of KV blocks in use in the middle of steps, when those of the step are reserved and none is freed."""
-    kv_use: list[float] = []
-    pool = engine.kv.pool
-
-    def observe(*_: object) -> None:
-        kv_use.append(1 - pool.num_free / pool.num_blocks)
-
-    engine.observers.append(observe)
-    try:
-        yield kv_use
-    finally:
-        engine.observers.remove(observe)

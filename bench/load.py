@@ -76,7 +76,6 @@ class LoadBench:
                 for variant, engine in engines.items():
                     turns.take(variant, "while it warmed up", partial(self._warm_up, engine, at_once))
                 rate, first = inf, next(iter(engines))
-                seconds = self.args.seconds if scenario.is_timed else inf
                 if scenario.share:
                     run = turns.take(first, "with all requests at once", partial(run_workload, engines[first], at_once))
                     if run is None:
@@ -86,7 +85,7 @@ class LoadBench:
                 for round_id, (variant, setting) in in_rounds(
                     list(zip(engines, scenario.settings, strict=True)), self.args.repeats
                 ):
-                    work = partial(scenario.measure, engines[variant], workloads[round_id], seconds)
+                    work = partial(scenario.measure, engines[variant], workloads[round_id])
                     figures: Figures | None = turns.take(variant, f"in round {round_id}", work)
                     if figures is not None:
                         arrival = {RATE: rate} if scenario.share else {}

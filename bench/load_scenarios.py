@@ -6,6 +6,7 @@ import argparse
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import cycle, islice
 from math import inf
 from typing import Any, NamedTuple
@@ -58,7 +59,7 @@ class Scenario:
     Args:
         settings: these options by name; the first is what ratios compare with.
         draw: returns the requests.
-        measure: serves them, for at most so many seconds.
+        measure: serves them.
         ratios: figures that are compared with the first setting's.
         goals: what must be reached.
         share: rate of arrivals, over what the first setting finishes per second if all come at once; 0 = they come at once.
@@ -68,7 +69,7 @@ class Scenario:
 
     settings: Mapping[str, Options]
     draw: Draw
-    measure: Callable[[Engine, Workload, float], Figures]
+    measure: Callable[[Engine, Workload], Figures]
     ratios: Sequence[str]
     goals: Sequence[Goal]
     share: float = 0.0
@@ -99,7 +100,7 @@ def make_scenarios(args: argparse.Namespace) -> dict[str, Scenario]:
         "priority": Scenario(
             settings={"fcfs": {}, "priority": {"scheduling_policy": "priority"}},
             draw=_draw_classes,
-            measure=_measure_classes,
+            measure=partial(_measure_classes, seconds=args.seconds),
             ratios=[first_token, "batch completed"],
             goals=[
                 Goal("priority", first_token + FIRST_SETTING, "at most", 0.3),
@@ -212,7 +213,7 @@ def _draw_contexts(args: argparse.Namespace, num_requests: int, round_id: int) -
     return _fixed(args, 32, 0, SHARED_LEN - 32, 64)
 
 
-def _run(engine: Engine, workload: Workload, seconds: float) -> tuple[list[Request], list[list[float]], float]:
+def _run(engine: Engine, workload: Workload, seconds: float = inf) -> tuple[list[Request], list[list[float]], float]:
     """Serve until all is done or the time is over; returns requests, the times at which each emitted, and the end."""
     requests = make_requests(engine, workload)
     times: dict[Request, list[float]] = {request: [] for request in requests}
@@ -232,9 +233,9 @@ def _percentiles(name: str, seconds: Sequence[float]) -> Figures:
     return {f"{name} P{percent}, ms": 1e3 * float(np.percentile(seconds, percent)) for percent in (50, 99)}
 
 
-def _measure_stream(engine: Engine, workload: Workload, seconds: float) -> Figures:
+def _measure_stream(engine: Engine, workload: Workload) -> Figures:
     """Latencies, and times from one step with tokens of a request to its next."""
-    requests, times, end = _run(engine, workload, seconds)
+    requests, times, end = _run(engine, workload)
     gaps = _percentiles("between tokens", np.concatenate([np.diff(each) for each in times]).tolist())
     return {
         "tokens/s": sum(request.num_output_tokens for request in requests) / end,
@@ -258,7 +259,7 @@ def _measure_classes(engine: Engine, workload: Workload, seconds: float) -> Figu
     return {"tokens/s": sum(request.num_output_tokens for request in requests) / end, **first_tokens, **figures}
 
 
-def _measure_users(engine: Engine, workload: Workload, seconds: float) -> Figures:  # noqa: ARG001
+def _measure_users(engine: Engine, workload: Workload) -> Figures:
     """Service as the policy "fair" counts it, for as long as the user who sends less has requests that wait."""
     policy, requests = FairPolicy(), make_requests(engine, workload)
     service: dict[str, float] = {}
@@ -273,13 +274,13 @@ def _measure_users(engine: Engine, workload: Workload, seconds: float) -> Figure
     return {"tokens/s": sum(request.num_output_tokens for request in requests) / now, **share}
 
 
-def _measure_first_tokens(engine: Engine, workload: Workload, seconds: float) -> Figures:  # noqa: ARG001
+def _measure_first_tokens(engine: Engine, workload: Workload) -> Figures:
     """One request after the other, without the first, which nobody has prepared."""
     ends = [now for now, changed in serve(engine, workload, make_requests(engine, workload), 1) if changed]
     return _percentiles("first token", np.diff(ends).tolist())
 
 
-def _measure_decoding(engine: Engine, workload: Workload, seconds: float) -> Figures:  # noqa: ARG001
+def _measure_decoding(engine: Engine, workload: Workload) -> Figures:
     """From the step in which the last request has its first token."""
     requests = make_requests(engine, workload)
     start, num_before = inf, 0
@@ -290,7 +291,7 @@ def _measure_decoding(engine: Engine, workload: Workload, seconds: float) -> Fig
     return {"tokens/s": (sum(workload.output_lens) - num_before) / (now - start)}
 
 
-def _measure_room(engine: Engine, workload: Workload, seconds: float) -> Figures:  # noqa: ARG001
+def _measure_room(engine: Engine, workload: Workload) -> Figures:
     """Requests that run at once, each of them to its end."""
     requests = make_requests(engine, workload)
     steps = islice(serve(engine, workload, requests, len(requests)), min(workload.output_lens) - 1)

@@ -22,11 +22,12 @@ from titan.models.decoder import Decoder
 
 @dataclass(slots=True)
 class TimedSteps:
-    """Times of steps, and what growing draft trees took; a decode step is one in which no prompt is computed."""
+    """Times of steps, what growing draft trees took, and blocks of KV; a decode step is one in which no prompt is computed."""
 
     steps: list[StepTimes] = field(default_factory=list)
     decodes: list[StepTimes] = field(default_factory=list)
     growths: list[GrowthReport] = field(default_factory=list)  # of the decode steps in which a draft model grew trees
+    kv_use: list[float] = field(default_factory=list)  # share of blocks that each step holds, before any is freed
 
     @property
     def figures(self) -> dict[str, float]:
@@ -56,6 +57,7 @@ class TimedSteps:
 def step_times(engine: Engine) -> Iterator[TimedSteps]:
     """Collect the times of an engine's steps as long as the context lasts."""
     times, note, propose, is_decode = TimedSteps(), engine._log.note, engine.drafting.propose, False
+    pool = engine.kv.pool
 
     def note_and_keep(end: float, parts: StepTimes, *rest: Any) -> None:
         times.steps.append(parts)
@@ -65,6 +67,7 @@ def step_times(engine: Engine) -> Iterator[TimedSteps]:
 
     def propose_and_keep(plan: StepPlan) -> DraftTrees:
         nonlocal is_decode
+        times.kv_use.append(1 - pool.num_free / pool.num_blocks)
         is_decode = all(request.num_output_tokens for request in plan.requests)
         trees = propose(plan)
         if is_decode and trees.growth is not None:
