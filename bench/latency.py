@@ -107,8 +107,9 @@ class LatencyBench:
         else:
             self.workloads = self._draw(read_variation(args.arrivals))
         longest = max(workload.max_len for workload in self.workloads)
-        options = {"max_draft_tokens": args.max_draft_tokens, "max_waiting_requests": max(map(len, self.workloads))}
-        self.llm = LLM(args.model, **engine_options(args, args.max_batch_size, longest, speculation="fixed", **options))
+        options = {"speculation": "fixed", "max_draft_tokens": args.max_draft_tokens, "num_kv_blocks": None}  # as there is room
+        options["max_waiting_requests"] = max(map(len, self.workloads))
+        self.llm = LLM(args.model, **engine_options(args, args.max_batch_size, longest, **options))
         self._engines = [NO_DRAFT] if args.draft_model is None else [NO_DRAFT, f"draft {args.draft_model}"]
 
     def run(self) -> Iterator[None]:

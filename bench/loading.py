@@ -19,7 +19,7 @@ BLOCK_SIZE = 16
 
 
 def engine_options(args: argparse.Namespace, max_batch_size: int, max_model_len: int, **options: Any) -> dict[str, Any]:
-    """Return options of an engine, as `LLM` and `EngineConfig.of` take them: none of its requests waits for KV, or finds any.
+    """Return options of an engine, as `LLM` and `EngineConfig.of` take them: without a prefix cache, and with KV for all requests.
 
     Args:
         args: of a parser with `add_target`, `add_draft_weight_bits` and ``dtype``.

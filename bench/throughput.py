@@ -140,7 +140,7 @@ class ThroughputBench:
                 for labels, run in self._runs(loaded.dtype, turns, modes, workload, at_once):
                     if labels["mode"] == TITAN:
                         reference = run
-                        run = replace(run, figures={**run.figures, **_floor_figures(loaded.engine, run, at_once, context)})
+                        run = replace(run, figures={**run.figures, **floor_figures(loaded.engine, run, at_once, context)})
                     self.samples.append(timed_sample(labels, round_id, run, reference, context))
             yield
 
@@ -193,7 +193,7 @@ class ThroughputBench:
         )
 
 
-def _floor_figures(engine: Engine | None, run: Run, at_once: int, context: float) -> dict[str, float]:
+def floor_figures(engine: Engine | None, run: Run, at_once: int, context: float) -> dict[str, float]:
     """What a pass without a draft takes at least, if there was one; it is known on a CPU, of Titan's own decoder."""
     if engine is None or not engine.backend.is_host or "ms/target pass" not in run.figures:
         return {}

@@ -18,6 +18,7 @@ from titan.bench.runs import RequestRun, Run
 from titan.bench.samples import Sample, make_rows
 from titan.bench.throughput import (
     ThroughputBench,
+    floor_figures,
     main,
     parse_arguments,
     throughput_answer,
@@ -76,6 +77,11 @@ def test_a_profile_counts_decode_steps_at_the_context_asked_for_and_a_pass_over_
             assert figures["ms/target pass"] == pytest.approx(figures["ms/pass at least"] * figures["pass x least"])
             assert figures["ms/pass at least"] > 0
     assert (tmp_path / "run.markdown").read_text().count("## ") == 2  # the parts, and where they come from
+
+
+def test_the_least_time_of_a_pass_is_that_of_a_cpu_and_not_asked_for_on_another_device() -> None:
+    run = Run([], 1.0, {"ms/target pass": 1.0})
+    assert floor_figures(Mock(backend=Mock(is_host=False)), run, 1, 8.0) == floor_figures(None, run, 1, 8.0) == {}
 
 
 @pytest.mark.parametrize(
