@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from interpreted import triton_backend
 
+from titan.kernels.backend import choose_backend
 from titan.kernels.cpu.backend import CpuBackend
 from titan.kernels.cpu.compiled import CompiledKernels
 from titan.kernels.cpu.kinds import Kind, kinds_here
@@ -23,12 +25,18 @@ WITH_PAIRS = next((kind for kind in (BEST, *OTHERS) if kind.name == "avx512bf16"
 if WITH_PAIRS is not None and BEST.name != "amx":
     emulated = Path(__file__).parent / "kernels" / "emulated_amx.h"
     contents = f"-DEMULATED=0x{sha256(emulated.read_bytes()).hexdigest()[:16]}"  # libraries are found again by their flags
-    KINDS["cpu-amx"] = Kind("amx", "emulated", (*WITH_PAIRS.flags, contents, "-include", str(emulated)), lambda: True)
+    KINDS["cpu-amx"] = Kind("amx", "emulated", (*WITH_PAIRS.flags, "-O2", contents, "-include", str(emulated)), lambda: True)
 CODED = [name for name, kind in KINDS.items() if kind.name != "native"]
 """Those that read weights of 8 bits."""
 
 ON_HOST = ("torch", "cpu")
 BACK_ENDS = ("torch", *KINDS, "triton")
+
+
+@cache
+def cpu_backend() -> Backend:
+    """What is chosen for this CPU; to be called by tests, not by modules, which every worker would compile it for."""
+    return choose_backend(torch.device("cpu"))
 
 
 def make_kernels(kind: Kind, num_threads: int = 1) -> CompiledKernels:

@@ -17,6 +17,7 @@ from unittest.mock import Mock, patch
 import numpy as np
 import pytest
 import torch
+from back_ends import cpu_backend
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -32,7 +33,6 @@ from titan.core.sampling_params import SamplingParams
 from titan.core.step import Acceptance, StepPlan
 from titan.core.terms import PRIORITIES, RequestTerms
 from titan.core.trees import DraftTree
-from titan.kernels.backend import choose_backend
 from titan.memory.block_pool import hash_block, hash_root
 from titan.memory.kv_cache import KVCache
 from titan.schedule.admission import max_num_blocks
@@ -43,7 +43,6 @@ MAX_MODEL_LEN = 60
 BLOCK_SIZE = 8
 EOS = 0
 CPU = torch.device("cpu")
-CACHE_OPS = choose_backend(CPU).cache
 LAYOUTS: dict[Role, KVLayout] = {
     "target": KVLayout((KVGroup(2, 1, 1), KVGroup(1, 2, 4)), torch.float64),
     "draft": KVLayout((KVGroup(1, 2, 3),), torch.float64),
@@ -88,7 +87,7 @@ class World:
         self.options = ScheduleOptions(**options)
         self.num_more_slots = num_more_slots
         self.error_rate = error_rate
-        self.kv = KVCache(num_kv_blocks, BLOCK_SIZE, enable_prefix_caching, CACHE_OPS, num_swap_blocks)
+        self.kv = KVCache(num_kv_blocks, BLOCK_SIZE, enable_prefix_caching, cpu_backend().cache, num_swap_blocks)
         for role, layout in LAYOUTS.items():
             self.kv.attach(role, KVTensor(layout, num_kv_blocks, BLOCK_SIZE, CPU))
         self.counters = EngineCounters()
@@ -572,9 +571,9 @@ def test_a_copy_that_fails_loses_neither_blocks_nor_requests(
     world, random = World(8, num_swap_blocks=12, max_batch_size=4), Random(0)
     for i in range(6):
         world.add([i // 2 + 1] * (10 + 7 * i), 30, ignore_eos=True, n=2)
-    copy, fail, num_failures = getattr(CACHE_OPS, failing), Mock(side_effect=error), 0
+    copy, fail, num_failures = getattr(cpu_backend().cache, failing), Mock(side_effect=error), 0
     while world.scheduler.has_unfinished:
-        monkeypatch.setattr(CACHE_OPS, failing, fail if random.random() < 0.5 else copy)
+        monkeypatch.setattr(cpu_backend().cache, failing, fail if random.random() < 0.5 else copy)
         try:
             plan = world.scheduler.schedule(3, lambda _, budgets: budgets)
         except RuntimeError:
@@ -597,7 +596,7 @@ def test_a_copy_that_fails_for_a_sibling_of_requests_that_end_loses_nothing_of_t
     first, *others = world.add([1] * 10, 1, ignore_eos=True, n=3).family
     plan = world.scheduler.schedule(0, lambda _, budgets: budgets)
     with monkeypatch.context() as patch:
-        patch.setattr(CACHE_OPS, "copy_blocks", Mock(side_effect=error))
+        patch.setattr(cpu_backend().cache, "copy_blocks", Mock(side_effect=error))
         world.execute(plan, random)
     assert first.finish_reason == "length" and first not in world.scheduler.running
     world.kv.check(world.scheduler.running)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from back_ends import cpu_backend
 from stepping import make_engine
 from tiny_models import reference_logits
 from zoo import Zoo
@@ -25,17 +26,14 @@ from titan.core.batch import QueryRow, build_batch
 from titan.core.kv_tensor import KVTensor
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.ngram import NgramDrafter
-from titan.kernels.backend import choose_backend
 from titan.kernels.interfaces import PassCounts, PassLimits
 from titan.models.decoder import Decoder
-
-BACKEND = choose_backend(torch.device("cpu"))
 
 
 def logits_of(model: Decoder, token_ids: list[int]) -> torch.Tensor:
     """Logits of every position: float32 [len(token_ids), vocab]."""
-    kv = KVTensor(model.kv_layout, 4, 16, BACKEND.device)
-    runner = BACKEND.prepare(model, kv, PassLimits(num_requests=1, query_len=1, num_blocks=4, num_tokens=64), PassCounts())
+    kv = KVTensor(model.kv_layout, 4, 16, cpu_backend().device)
+    runner = cpu_backend().prepare(model, kv, PassLimits(num_requests=1, query_len=1, num_blocks=4, num_tokens=64), PassCounts())
     batches = (build_batch([QueryRow([0, 1, 2, 3], i, [token_id])], block_size=16) for i, token_id in enumerate(token_ids))
     return torch.cat([runner.forward(batch) for batch in batches]).float()
 

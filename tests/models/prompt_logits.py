@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
+from back_ends import cpu_backend
 from checkpoints import Checkpoint, make_prompts
 from torch import Tensor
 
 from titan.core.batch import QueryRow, build_batch
 from titan.core.kv_tensor import KVTensor
-from titan.kernels.backend import choose_backend
 from titan.kernels.interfaces import PassInputs
 from titan.models.files import ModelFiles
 from titan.models.loader import load_model, open_model
@@ -20,7 +20,6 @@ MAX_RATIO = 4.0
 Nearly all families have 0.6 to 1.25. Where rounding lets a token choose another expert, the tokens after it see the difference:
 2.7 was seen.
 """
-BACKEND = choose_backend(torch.device("cpu"))
 
 
 @torch.no_grad()
@@ -42,13 +41,13 @@ def _median_error(logits: Tensor, expected: Tensor) -> float:
 @torch.no_grad()
 def logits_of(checkpoint: Checkpoint, prompt: list[int], dtype: torch.dtype) -> Tensor:
     """Logits of a prompt that runs in two chunks: [len(prompt), vocab_size]."""
-    model = load_model(open_model(ModelFiles(checkpoint.path)), dtype=dtype, backend=BACKEND)
-    kv, blocks, chunks = KVTensor(model.kv_layout, 8, 8, BACKEND.device), [*range(1, 8)], []
+    model = load_model(open_model(ModelFiles(checkpoint.path)), dtype=dtype, backend=cpu_backend())
+    kv, blocks, chunks = KVTensor(model.kv_layout, 8, 8, cpu_backend().device), [*range(1, 8)], []
     for start, tokens in ((0, prompt[:20]), (20, prompt[20:])):
         batch = build_batch([QueryRow(blocks, start, tokens)], block_size=8)
         arrays = (batch.token_ids, batch.attention.positions, batch.slot_mapping)
         token_ids, positions, slots = (torch.from_numpy(each) for each in arrays)
-        with BACKEND.active():
+        with cpu_backend().active():
             inputs = PassInputs(token_ids, positions, slots, None, batch.attention)
             chunks.append(model.logits(model.hidden_states(inputs, kv)))
     return torch.cat(chunks)

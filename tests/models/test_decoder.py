@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import random_parents
+from back_ends import cpu_backend
 from families import GRANITE, LONGROPE, PART
 from proposals import paths_of
 from stepping import host_trees
@@ -21,7 +22,6 @@ from titan.bench.loading import load_decoder
 from titan.core.batch import QueryRow, build_batch
 from titan.core.kv_tensor import KVTensor
 from titan.core.trees import EMPTY_TREE, DraftTree
-from titan.kernels.backend import choose_backend
 from titan.kernels.cpu.weights import is_packed
 from titan.kernels.interfaces import Model, PassCounts, PassLimits
 from titan.models.decoder import Decoder
@@ -29,7 +29,6 @@ from titan.models.files import ModelFiles
 from titan.models.loader import load_model, open_model
 from titan.models.token_order import TokenOrder
 
-BACKEND = choose_backend(torch.device("cpu"))
 BLOCK_SIZE = 16
 NUM_BLOCKS = 24
 
@@ -95,7 +94,7 @@ class Session:
     def __init__(self, model: Model, num_requests: int = 1) -> None:
         self.model = model
         kv = KVTensor(model.kv_layout, NUM_BLOCKS, BLOCK_SIZE, model.device)
-        self.runner = BACKEND.prepare(model, kv, PassLimits(num_requests, 64, NUM_BLOCKS, 256), PassCounts())
+        self.runner = cpu_backend().prepare(model, kv, PassLimits(num_requests, 64, NUM_BLOCKS, 256), PassCounts())
         order = np.random.default_rng(0).permutation(NUM_BLOCKS).tolist()
         self.block_ids = [order[i::num_requests] for i in range(num_requests)]
 
@@ -125,7 +124,7 @@ def assert_close(logits: Tensor, expected: Tensor, bound: float = 1e-4) -> None:
 
 
 def load(folder: Path, dtype: str = "float32", **options: Any) -> Decoder:
-    return load_decoder(str(folder), dtype=dtype, backend=BACKEND, **options)
+    return load_decoder(str(folder), dtype=dtype, backend=cpu_backend(), **options)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -225,7 +224,7 @@ def test_a_reordered_vocabulary_has_the_same_logits_in_its_order(
     model_type, config = FAMILIES[family]
     reference = make_model(tmp_path, model_type, **config | {"tie_word_embeddings": is_tied})
     order = TokenOrder(torch.from_numpy(np.random.default_rng(1).permutation(131)), 100)
-    model = load_model(open_model(ModelFiles(str(tmp_path)), model_impl), dtype="float32", backend=BACKEND, order=order)
+    model = load_model(open_model(ModelFiles(str(tmp_path)), model_impl), dtype="float32", backend=cpu_backend(), order=order)
     token_ids = random_tokens(30)
     logits = Session(model).feed(order.token_ids.argsort()[token_ids].tolist(), 0)
     assert_close(logits, reference_logits(reference, token_ids)[-1:, order.token_ids[:100]])
@@ -241,6 +240,6 @@ def test_positions_past_the_table_are_an_error(tmp_path: Path) -> None:
 
 def test_a_decoder_that_was_not_prepared_says_so(tmp_path: Path) -> None:
     make_model(tmp_path)
-    decoder = Decoder(load(tmp_path).config, dtype=torch.float32, backend=BACKEND)
+    decoder = Decoder(load(tmp_path).config, dtype=torch.float32, backend=cpu_backend())
     with pytest.raises(RuntimeError, match=r"call prepare\(\)"):
         Session(decoder).feed([3], 0)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from back_ends import cpu_backend
 from checkpoints import Checkpoint, make_config
 from families import FAMILIES
 from torch import Tensor, nn
@@ -15,7 +16,6 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig,
 
 from titan import LLM
 from titan.core.options import ModelOptions
-from titan.kernels.backend import choose_backend
 from titan.model_info import model_facts
 from titan.models import loader, weights
 from titan.models.config import as_token_ids
@@ -23,7 +23,6 @@ from titan.models.hf.describe import describe, empty_model
 from titan.models.hf.latents import absorb
 from titan.models.hf.probe import without_weights
 
-BACKEND = choose_backend(torch.device("cpu"))
 NUMBERS = {"longcat_flash": 2 * (16 + 8), "dbrx": 4 * 2 * 2 * 16, "jetmoe": 4 * 2 * 4 * 16}
 """Of a token in the KV of models whose experts run in loops over what was chosen; those of jetmoe's attention share no keys."""
 
@@ -35,7 +34,7 @@ def tiny_config(name: str) -> PreTrainedConfig:
 @pytest.mark.parametrize("name", NUMBERS)
 def test_kv_is_told_before_there_are_weights(tmp_path: Path, name: str) -> None:
     tiny_config(name).save_pretrained(tmp_path)
-    runs, facts = model_facts(str(tmp_path), ModelOptions(), BACKEND)
+    runs, facts = model_facts(str(tmp_path), ModelOptions(), cpu_backend())
     num_bytes = 4 * NUMBERS[name]
     assert runs and f"{num_bytes:,} bytes" in facts["KV, 1 token"]
 
