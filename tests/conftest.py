@@ -1,24 +1,11 @@
-"""Fixtures that several test files share; which tests are slow, and how long state machines and fuzzers run."""
+"""Which tests are slow, and how long state machines and fuzzers run; `session_fixtures` has what needs imports that take time."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+import gc
 
 import pytest
-import torch
 from hypothesis import HealthCheck, is_hypothesis_test, settings
-
-if not torch.cuda.is_available():  # read once, when triton is first imported
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
-from back_ends import BACK_ENDS, KINDS, make_back_end
-from quick_interpreter import make_quick
-from zoo import Zoo
-
-from titan.kernels.cpu.library import load_library
-from titan.kernels.interfaces import Backend
-from titan.kernels.triton.tools import INTERPRETED
 
 SLOW = (
     *("/bench/", "test_packaging", "cpu-", "test_other_processors"),  # kinds of processors below the best
@@ -49,6 +36,19 @@ SOAK = settings(
 settings.register_profile("soak", SOAK)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """The process that shares tests out among workers runs none: the workers need not wait for its imports."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        gc.disable()
+        config.pluginmanager.import_plugin("session_fixtures")
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported and collected stays: garbage is not looked for among it again and again."""
+    gc.freeze()
+    gc.enable()
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
@@ -66,43 +66,3 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.cls.settings = SOAK  # of a state machine
             else:
                 test._hypothesis_internal_use_settings = SOAK  # a second @settings is refused
-
-
-@pytest.hookimpl(tryfirst=True)  # before the tests are shared out
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Of several workers, let each compile some of the kinds that tests name, before any begins; else all compile the same ones."""
-    worker = getattr(session.config, "workerinput", None)
-    if worker is not None:
-        calls = [each.callspec for each in session.items if hasattr(each, "callspec")]
-        named = {value for call in calls for value in call.params.values() if isinstance(value, str)}
-        kinds = [kind for name, kind in KINDS.items() if name in named]
-        for kind in kinds[int(worker["workerid"].removeprefix("gw")) :: worker["workercount"]]:
-            load_library(kind)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The models here are too small to gain from threads, and results do not depend on how many cores there are."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _quick_interpreter() -> None:
-    """Triton's interpreter takes a quarter of the time."""
-    if INTERPRETED:
-        make_quick()
-
-
-@pytest.fixture(scope="session")
-def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
-    """Small random models, made when first asked for."""
-    return Zoo(tmp_path_factory.mktemp("zoo"))
-
-
-@pytest.fixture(scope="session", params=BACK_ENDS)
-def backend(request: pytest.FixtureRequest) -> Backend:
-    """Each of the back ends that conformance tests hold to the same oracles."""
-    return make_back_end(request.param)
