@@ -20,10 +20,10 @@ LONG = (
     *("growth_ends_early_where_the_host_can_look[triton]", "own_logprobs[triton"),
     *("left_on_the_device", "measures_kernels_and_the_host", "products_and_sampling_run", "what_ends_a_process_or_its_device"),
     "the_environment_says[native]",
-    *("no_paths-presence", "no_paths-repetition", "[x86-64 without AVX]"),
+    *("no_paths-presence", "no_paths-repetition", "[x86-64 without AVX]", "[of all sizes]"),
     *("triton-beside one that ends before", "triton-in the middle", "triton-latents-dtype1"),
     *("parents-looking back", "prefix_hits_and_preemption[llama-parents", "[qwen3-chain-greedy-False]"),
-    *(f"while_an_engine_serves[llama-options{i}-chunked_tokens1]" for i in (1, 2, 3, 4, 5, 6, 10)),
+    *(f"while_an_engine_serves[llama-options{i}-chunked_tokens1]" for i in (1, 2, 3, 4, 5, 6, 9, 10)),
 )
 """Words in the names of tests that take seconds, up to half a minute, and try what others try at a smaller size or elsewhere."""
 LEFT_OUT = ("models", "long")

@@ -112,12 +112,13 @@ KERNELS = {
     "_lay_out_depth_kernel": (2, 64),
 }
 """How often each is built, and the most registers it may use: the compiler of Triton 3.6 takes up to 40 % more than that of 3.7."""
+ATTENTION_KERNELS = {"_attention_kernel", "_plan_kernel", "_nearest_ancestors_kernel", "_merge_kernel"}
 MAX_SHARED_BYTES = {"_rope_and_write_kv_kernel": 64, "_write_kv_kernel": 64, "_norm_kernel": 1024, "_gate_kernel": 0}
 """Of the kernels of layers: for the sum or the largest number of a row only; the others take up to 48 KiB."""
 
 
-def test_every_size_of_layers_sampling_and_trees_is_built_once_and_leaves_room_for_other_programs() -> None:
-    others = compile_launches(OTHERS)
+def test_every_size_of_layers_sampling_and_trees_is_built_once_and_leaves_room_for_other_programs(builds: list[Build]) -> None:
+    others = [build for build in builds if build.name not in ATTENTION_KERNELS]
     assert Counter(build.name for build in others) == {name: number for name, (number, _) in KERNELS.items()}
     assert not any(build.constants.get("EMU") == "True" for build in others)
     assert [build for build in others if build.stack_bytes or build.registers > KERNELS[build.name][1]] == []
@@ -190,22 +191,31 @@ class Launch:
         return f"launch({self.head_dim}, {self.dtype}, {short_query_len}, {max_query_len}, {self.options})"
 
 
-def launches() -> list[Launch]:
-    """Trees in all sizes of tiles and chunks in the largest, for the table, for what it does not know, and with options."""
+def launches_of_each_kind() -> list[Launch]:
+    """Trees in small tiles and chunks in the largest of a usual size of heads; and each kind of layer, float32 among them."""
+    smallest, small, *_, large = TABLE[SM90, 128, 2]
+    return [
+        Launch(128, torch.bfloat16, (smallest, large)),
+        Launch(128, torch.float16, (small, large), OPTIONS),
+        Launch(128, torch.float32, FLOAT32_CONFIGS * 2, "window=40"),
+        Launch(64, torch.bfloat16, TABLE[SM90, 64, 2][1:2], SINKS),
+        Launch(192, torch.bfloat16, TABLE[SM90, 256, 2][1:2], NARROW, 192 + 128),
+        Launch(576, torch.bfloat16, TABLE[SM90, LARGE, 2], LATENT, 576),
+    ]
+
+
+def launches_of_all_sizes() -> list[Launch]:
+    """Trees in all sizes of tiles and chunks in the largest, for the table, and for what it does not know."""
     made = []
     for (capability, head_dim, element_size), configs in TABLE.items():
         assert capability == SM90
         made += [Launch(head_dim, DTYPES[element_size], (config,)) for config in configs[:-1]]
         made.append(Launch(head_dim, DTYPES[element_size], (configs[-1], configs[-1])))
     small, large = TABLE[SM90, 128, 2][1], TABLE[SM90, 128, 2][-1]
-    made.append(Launch(128, torch.float16, (small, large), OPTIONS))
     made.append(Launch(128, torch.bfloat16, (large,), OPTIONS))
     made.append(Launch(96, torch.bfloat16, (small, large)))
     made += [Launch(32, torch.bfloat16, (config,)) for config in SAFE_CONFIGS]
-    made += [Launch(head_dim, torch.float32, FLOAT32_CONFIGS * 2, "window=40") for head_dim in (64, 128, 256)]
-    made.append(Launch(64, torch.bfloat16, TABLE[SM90, 64, 2][1:2], SINKS))
-    made.append(Launch(192, torch.bfloat16, TABLE[SM90, 256, 2][1:2], NARROW, 192 + 128))
-    made.append(Launch(576, torch.bfloat16, TABLE[SM90, LARGE, 2], LATENT, 576))
+    made += [Launch(head_dim, torch.float32, FLOAT32_CONFIGS * 2, "window=40") for head_dim in (64, 256)]
     made.append(Launch(576, torch.float32, FLOAT32_LARGE_CONFIGS, LATENT, 576))
     return made
 
@@ -216,18 +226,25 @@ QUANTISED = [
 ]
 
 
+@pytest.fixture(scope="module", params=[launches_of_each_kind, launches_of_all_sizes], ids=["of each kind", "of all sizes"])
+def launches(request: pytest.FixtureRequest) -> list[Launch]:
+    return request.param()  # type: ignore[no-any-return]
+
+
 @pytest.fixture(scope="module")
-def builds() -> list[Build]:
+def builds(launches: list[Launch]) -> list[Build]:
     """One process for all, which takes seconds to start. The last two are on a device that the table does not know."""
-    lines = [launch.line for launch in (*launches(), *QUANTISED)]
+    lines = [launch.line for launch in (*launches, *QUANTISED)]
     lines += [f"launch(64, torch.bfloat16, 8, 512, window=5, num_requests={number})" for number in (128, 1024)]
     lines += ["import titan.kernels.triton.tuning as tuning", "tuning.TABLE.clear()"]
     lines += [f"launch({head_dim}, torch.bfloat16, 16, 16)" for head_dim in (128, 256)]
-    return compile_launches(ATTENTION + "\n".join(lines))
+    return compile_launches(OTHERS + ATTENTION + "\n".join(lines))
 
 
-def test_every_configuration_fits_as_the_table_says_with_its_buffers_and_tensor_cores(builds: list[Build]) -> None:
-    expected = [(launch, config, i == 0) for launch in launches() for i, config in enumerate(launch.configs)]
+def test_every_configuration_fits_as_the_table_says_with_its_buffers_and_tensor_cores(
+    launches: list[Launch], builds: list[Build]
+) -> None:
+    expected = [(launch, config, i == 0) for launch in launches for i, config in enumerate(launch.configs)]
     compiled = [build for build in builds if build.name == "_attention_kernel"][: len(expected)]
     for build, (launch, config, is_short) in zip(compiled, expected, strict=True):
         assert (build.constants["TREE"], build.constants["HEAD_DIM"]) == (str(is_short), str(launch.head_dim))
@@ -249,8 +266,8 @@ def test_every_configuration_fits_as_the_table_says_with_its_buffers_and_tensor_
         assert hot == 0 < masked, build
 
 
-def test_quantised_blocks_are_read_as_bytes_and_multiplied_by_tensor_cores(builds: list[Build]) -> None:
-    first = sum(len(launch.configs) for launch in launches())
+def test_quantised_blocks_are_read_as_bytes_and_multiplied_by_tensor_cores(launches: list[Launch], builds: list[Build]) -> None:
+    first = sum(len(launch.configs) for launch in launches)
     compiled = [build for build in builds if build.name == "_attention_kernel"][first : first + 2 * len(QUANTISED)]
     for build, (launch, config) in zip(compiled, [(each, config) for each in QUANTISED for config in each.configs], strict=True):
         assert (build.constants["HEAD_DIM"], build.constants["BLOCK_M"]) == (str(launch.head_dim), str(config.block_m))
@@ -270,8 +287,8 @@ def test_safe_configurations_fit_devices_with_little_shared_memory(builds: list[
 
 def test_planner_and_merge_stay_in_registers(builds: list[Build]) -> None:
     """The assembler may give up a few bytes of a planner for room that it has no use for; a real spill is far larger."""
-    helpers = [build for build in builds if build.name != "_attention_kernel"]
-    assert {build.name for build in helpers} == {"_plan_kernel", "_nearest_ancestors_kernel", "_merge_kernel"}
+    helpers = [build for build in builds if build.name in ATTENTION_KERNELS - {"_attention_kernel"}]
+    assert {build.name for build in helpers} == ATTENTION_KERNELS - {"_attention_kernel"}
     assert {build.constants["BLOCK_R"] for build in helpers if build.name == "_plan_kernel"} == {"16", "128", "1024"}
     for build in helpers:
         assert build.stack_bytes <= (16 if build.name == "_plan_kernel" else 0) and build.registers <= 128, build
