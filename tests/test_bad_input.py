@@ -198,7 +198,7 @@ def test_an_option_that_there_is_not() -> None:
 
 
 HUGE: list[Any] = [
-    "the " * 10**5, list(range(10**5)), np.zeros((90, 90)), 10**5000, {i: [i] * 99 for i in range(999)}, [["a" * 999] * 99] * 99
+    "the " * 10**4, list(range(10**4)), np.zeros((90, 90)), 10**5000, {i: [i] * 99 for i in range(999)}, [["a" * 999] * 99] * 99
 ]  # fmt: skip
 
 

@@ -47,10 +47,12 @@ def test_tokens_are_kept_as_often_as_asked_and_reproducibly(acceptance: float) -
 def test_the_engines_acceptance_rate_is_the_dialled_one(zoo: Zoo) -> None:
     """A draft token counts only behind accepted ones: the expected number accepted of 4 is 0.7 + 0.7^2 + 0.7^3 + 0.7^4."""
     prompts = random_prompts(20, seed=6, max_len=20)
-    recordings = {tuple(prompt): zoo.greedy("llama", prompt, 60, ignore_eos=True) for prompt in prompts}
+    params = [greedy(60, ignore_eos=True)] * 20
+    recorded = run_all(make_engine(zoo.path("llama"), **AMPLE), prompts, params)
+    recordings = {tuple(prompt): output for prompt, output in zip(prompts, recorded, strict=True)}
     drafter = ReplayDrafter(recordings, acceptance=0.7, vocab_size=VOCAB_SIZE, max_draft_tokens=4)
     engine = make_engine(zoo.path("llama"), drafter, **AMPLE)
-    run_all(engine, prompts, [greedy(60, ignore_eos=True)] * 20)
+    run_all(engine, prompts, params)
     metrics = engine.metrics()
     assert metrics.mean_acceptance_length == pytest.approx(1 + sum(0.7**depth for depth in range(1, 5)), rel=0.07)
     assert metrics.accepted_per_depth[0] / metrics.proposed_per_depth[0] == pytest.approx(0.7, abs=0.05)

@@ -238,7 +238,7 @@ def test_results_do_not_depend_on_threads(num_teams: int, num_threads: int) -> N
     """Bit by bit; Python's threads may share a team or have their own."""
     expected, teams = products(make_kernels(KINDS["cpu"])), [make_kernels(KINDS["cpu"], num_threads) for _ in range(num_teams)]
     with ThreadPoolExecutor(3) as pool:
-        for outputs in pool.map(products, teams * (60 // num_teams)):
+        for outputs in pool.map(products, teams * (30 // num_teams)):
             assert all(map(torch.equal, outputs, expected))
 
 
