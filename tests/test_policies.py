@@ -27,7 +27,7 @@ from titan.memory.kv_cache import KVCache
 from titan.schedule.heap import Heap
 from titan.schedule.policies.fair import FairPolicy
 from titan.schedule.policies.fcfs import FcfsPolicy
-from titan.schedule.policies.priority import PriorityPolicy
+from titan.schedule.policies.priority import AGED_TURN, PriorityPolicy
 from titan.schedule.scheduler import Scheduler
 from titan.schedule.service import MAX_USERS
 
@@ -192,6 +192,28 @@ def test_a_batch_request_gives_way_once() -> None:
             server.step()
         server.add(CRITICAL)
     assert server.drain() == ["0", "1", "0", "2", "3"] and batch.metrics.num_preemptions == 1
+
+
+def test_batch_requests_give_way_to_an_aged_one_before_a_critical_one() -> None:
+    """Else the critical one would wait as long as the aged one, at every fourth start, although others could make room for both."""
+    server = Server(PriorityPolicy(ageing_s=10), max_batch_size=2)
+    aged = server.add(BATCH, 1, 30)
+    for _ in range(5):
+        server.add(NORMAL, 1, 4)
+    for _ in range(8):
+        server.step()
+    batch = [server.add(BATCH | {"deadline_s": 1}, 1, 30) for _ in range(2)]
+    while not set(batch) <= set(server.starts):
+        server.step()
+    assert aged not in server.starts and len(server.starts) % AGED_TURN == AGED_TURN - 1
+    server.step()
+    assert not any(each.metrics.num_preemptions for each in batch), "it gets the next place that is free"
+    critical = server.add(CRITICAL)
+    for _ in range(2):
+        server.step()
+    assert [each.metrics.num_preemptions for each in batch] == [1, 1] and critical.is_finished
+    assert server.starts[-2:] == [aged, critical]
+    server.drain()
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ class PriorityPolicy:
     arrived before it wait or are preempted meanwhile.
 
     A critical request that finds the batch or the KV cache full takes the place of running requests of the batch class, each of
-    which gives way at most once, and not when it has aged. Where running requests lack blocks, the one that is least in the order
-    gives way; aged ones are the last to.
+    which gives way at most once, and not when it has aged; so does an aged one whose turn comes before that of a critical one.
+    Where running requests lack blocks, the one that is least in the order gives way; aged ones are the last to.
 
     Args:
         ageing_s: seconds, at least 0; with 0, every fourth start is the oldest request's.
@@ -75,7 +75,7 @@ class PriorityPolicy:
 
     def displaceable(self, request: Request, running: Sequence[Request], now: float) -> Sequence[Request]:
         """See `titan.core.policy.SchedulingPolicy`."""
-        if request.terms.priority != "critical":
+        if "critical" not in (request.terms.priority, self._by_key.top()[0].terms.priority):
             return ()
         batch = [
             each
