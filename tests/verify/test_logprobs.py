@@ -56,7 +56,7 @@ def check(zoo: Zoo, prompt: list[int], completion: CompletionOutput, num_logprob
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_emitted_token_has_the_models_own_logprobs(zoo: Zoo, name: str, draft: str | None) -> None:
     """Requests that ask for different numbers, or for none, side by side; some of them are preempted."""
-    pool: dict[str, Any] = {"speculation": "fixed", "block_size": 8, "num_kv_blocks": 9, "max_batch_size": 4}
+    pool: dict[str, Any] = {"speculation": "fixed", "block_size": 8, "num_kv_blocks": 6, "max_batch_size": 4}
     llm = LLM(zoo.path("llama+text"), draft and zoo.path(draft), dtype="float32", device="cpu", **pool)
     counts = [0, 1, 5, 20, None, -1]
     params = [SamplingParams(max_tokens=16, logprobs=count, **OPTIONS[name]) for count in counts]

@@ -119,7 +119,8 @@ class SpeculationOptions:
 
     Args:
         speculation: how much is drafted: "adaptive", as much as pays, at each step; "fixed", ``max_draft_tokens``
-            wherever the output, the step and the drafter leave room for them; "off", nothing, whatever the draft model.
+            wherever the output, the step, the KV cache and the drafter leave room for them; "off", nothing, whatever the draft
+            model.
         speculation_target: what "adaptive" maximises: "throughput", tokens per second of all requests together, or "latency", the
             geometric mean of the requests' tokens per second.
         max_draft_tokens: maximum draft tokens per request and step, 0 to 63.

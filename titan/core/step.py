@@ -52,12 +52,11 @@ class StepPlan:
             self._num_context_tokens = sum([request.num_computed_tokens for request in self.requests])
         return self._num_context_tokens
 
-    def add(self, request: Request, num_tokens: int, draft_budget: int) -> int:
-        """Add a row and return its number of tokens, drafts included."""
+    def add(self, request: Request, num_tokens: int) -> None:
+        """Add a row, which drafts nothing yet."""
         self.requests.append(request)
         self.num_tokens.append(num_tokens)
-        self.draft_budgets.append(draft_budget)
-        return num_tokens + draft_budget
+        self.draft_budgets.append(0)
 
     @property
     def is_plain(self) -> bool:

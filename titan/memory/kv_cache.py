@@ -95,6 +95,10 @@ class KVCache:
             num_held = sum(self.pool.num_references(block_id) > 0 for block_id in self._prefixes.found_blocks(request))
         return max(self._num_blocks_of(num_slots) - num_held, 0)
 
+    def most_slots(self, request: Request) -> int:
+        """Return how many slots `reserve` may cover for a request: those of its own and of all free blocks."""
+        return (len(request.block_ids) + self.pool.num_free) * self.block_size
+
     def num_freed_blocks(self, victims: Sequence[Request], request: Request) -> int:
         """Return how many blocks preempting some requests frees for one without blocks: those that neither it nor others share."""
         num_holders = Counter(chain.from_iterable(each.block_ids for each in victims))

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 class RowChooser:
     """Chooses the rows of one step, and reserves blocks for their tokens and drafts.
 
-    The tokens of a row that is taken back, because its request is preempted, are not given to others in this step.
+    Drafts come last: they take what blocks are free then, and preempt nobody. The tokens of a row that is taken back, because its
+    request is preempted, are not given to others in this step.
 
     Args:
         scheduler: whose requests they are of.
@@ -28,124 +29,137 @@ class RowChooser:
         self._max_draft_tokens = max_draft_tokens
         self._plan = StepPlan([], [], [], [])
         self._budget = scheduler.options.max_num_batched_tokens  # tokens that are left
-        self._prompt_budget = 0  # those that requests that do not decode may have, once decodes have theirs
+        self._prompt_budget = 0  # those of them that requests that do not decode may have
+        self._num_preemptions = 0  # before the rows were chosen
+        self._num_spare_blocks = 0  # free ones that the running requests do not need; they are for those that join
 
     def choose(self) -> StepPlan:
         """Return a plan with the rows; their slots are yet to be set."""
         scheduler, plan = self._scheduler, self._plan
         if scheduler.waiting:
             self._displace()
-        num_preemptions = scheduler.counters.num_preemptions
-        decodes, prefills = list[Request](), list[Request]()
-        for request in scheduler.running:
-            (decodes if request.num_uncomputed_tokens == 1 else prefills).append(request)
-        most_prompt_tokens = self._most_prompt_tokens(decodes)
-        num_left = len(decodes) + self._prompt_share(prefills, most_prompt_tokens)
-        for request in decodes:
-            num_left -= 1  # tokens that the drafts leave to the decodes behind, and to prompts
-            self._add_running(request, 1, num_left)
-        self._prompt_budget = min(most_prompt_tokens, self._budget)
-        num_behind = sum([bool(request.block_ids) for request in prefills])  # those without blocks await a sibling
-        for request in prefills:
-            num_behind -= bool(request.block_ids)
+        self._num_preemptions = scheduler.counters.num_preemptions
+        for request in [each for each in scheduler.running if each.num_uncomputed_tokens == 1]:
+            self._add_running(request, 1)
+        if scheduler.waiting and len(scheduler.running) < self._options.max_batch_size:
+            self._num_spare_blocks = self._kv.pool.num_free - self.num_missing_blocks(scheduler.running)
+        prefills = [each for each in scheduler.running if each.num_uncomputed_tokens > 1]
+        wanted = [self._num_wanted(each) for each in prefills]
+        num_behind = sum(wanted) + self._num_wanted_by_waiting()
+        self._prompt_budget = self._share_of_prompts(num_behind)
+        for request, num_wanted in zip(prefills, wanted, strict=True):
+            num_behind -= num_wanted
             if self._prompt_budget and scheduler.ensure_kv(request):
-                self._add_running(request, self._chunk(request, is_shared=num_behind > 0 or self._may_join()))
-        if scheduler.counters.num_preemptions == num_preemptions:
-            plan.shortage = self._join()
-        else:  # there is no room for the running requests: none joins
-            plan.shortage = "blocks"
+                self._add_running(request, self._chunk(request, num_behind))
+        plan.shortage = self._join()
+        self._add_drafts()
         return plan
 
     def num_missing_blocks(self, requests: Sequence[Request]) -> int:
         """Return how many free blocks it takes to run these requests: to their next step's end, or with "max_tokens" to theirs."""
         if self._options.reservation == "max_tokens":
             return sum([self._kv.num_missing_blocks(each, each.num_prompt_tokens + each.max_tokens) for each in requests])
-        return sum([self._kv.num_missing_blocks(each, each.num_tokens + self._max_draft_tokens) for each in requests])
+        return sum([self._kv.num_missing_blocks(each, self._num_slots(each)) for each in requests])
 
-    def _most_prompt_tokens(self, decodes: Sequence[Request]) -> int:
-        """Return how many tokens the requests that do not decode may have together, if nothing is drafted."""
-        num_left = self._budget - len(decodes)
-        most, limit = min(num_left, self._options.max_prefill_tokens or num_left), self._scheduler.prefill_limit
-        if limit is None or not decodes or most <= 1:
-            return most
-        return limit(len(decodes), sum([request.num_computed_tokens for request in self._scheduler.running]), most)
+    def _num_slots(self, request: Request) -> int:
+        """Return how many slots a request may take to the end of its next step."""
+        return request.num_tokens + request.most_drafts(self._max_draft_tokens)
 
-    def _prompt_share(self, prefills: Sequence[Request], most: int) -> int:
-        """Return how many of the ``most`` tokens for requests that do not decode drafts leave to them.
+    def _num_wanted(self, request: Request) -> int:
+        """Return how many tokens a request that does not decode would have if all were for it; none while it awaits a sibling."""
+        if self._kv.awaits_sibling(request):
+            return 0
+        num_tokens = request.num_uncomputed_tokens
+        return min(num_tokens, self._options.prefill_chunk_size or num_tokens)
 
-        It is half of these, or what they want, if that is less; of those that wait only the next one is asked.
-        """
-        num_wanted = sum([self._first_chunk(request, most) if request.block_ids else 1 for request in prefills])
-        if self._may_join():
-            num_wanted += self._first_chunk(self._scheduler.first(), most)
-        return min(num_wanted, -(-most // 2))
-
-    def _chunk(self, request: Request, *, is_shared: bool) -> int:
-        """Return how many tokens a running request that does not decode may have.
-
-        If the budget is shared, a chunk that is not the last leaves half of it: a long prompt must not stall short ones.
-        """
-        num_tokens = self._first_chunk(request, self._prompt_budget)
-        is_long = num_tokens < request.num_uncomputed_tokens
-        return min(num_tokens, -(-self._prompt_budget // 2)) if is_shared and is_long else num_tokens
-
-    def _first_chunk(self, request: Request, budget: int) -> int:
-        """Return how many tokens of a budget a request that has just started may have."""
-        return min(request.num_uncomputed_tokens, self._options.prefill_chunk_size or budget, budget)
-
-    def _may_join(self) -> bool:
-        return bool(self._scheduler.waiting) and len(self._scheduler.running) < self._options.max_batch_size
-
-    def _add_running(self, request: Request, num_tokens: int, num_left: int = 0) -> None:
-        """Add the row of a running request, preempting others as needed; its drafts leave ``num_left`` tokens."""
+    def _num_wanted_by_waiting(self) -> int:
+        """Return how many tokens those that wait and have a place want: each as many as the next one, if that has blocks."""
         scheduler = self._scheduler
-        if request in scheduler.waiting:  # it was preempted in this step
-            return
-        num_drafts = self._num_drafts(request, num_tokens, num_left)
-        while not self._kv.reserve(request, request.num_computed_tokens + num_tokens + num_drafts):
+        if not scheduler.waiting or self._shortage(request := scheduler.first()):
+            return 0
+        return self._num_wanted(request) * min(len(scheduler.waiting), self._options.max_batch_size - len(scheduler.running))
+
+    def _share_of_prompts(self, num_wanted: int) -> int:
+        """Return how many tokens the requests that do not decode may have together, if they want so many.
+
+        It is what drafts leave to them: what they want, up to half of what they may have if nothing is drafted.
+        """
+        if not num_wanted:
+            return 0
+        num_decodes = len(self._plan.requests)
+        most, limit = min(self._budget, self._options.max_prefill_tokens or self._budget), self._scheduler.prefill_limit
+        if limit is not None and num_decodes and most > 1:
+            most = limit(num_decodes, sum([request.num_computed_tokens for request in self._scheduler.running]), most)
+        num_drafts = sum([request.most_drafts(self._max_draft_tokens) for request in self._plan.requests])
+        return min(most, max(self._budget - num_drafts, min(num_wanted, -(-most // 2))))
+
+    def _chunk(self, request: Request, num_behind: int) -> int:
+        """Return how many tokens a running request that does not decode gets, if those behind it want ``num_behind``.
+
+        A chunk that is not the last leaves them up to half of the budget: a long prompt must not stall short ones.
+        """
+        num_tokens = min(self._num_wanted(request), self._prompt_budget)
+        if num_tokens < request.num_uncomputed_tokens:
+            num_tokens = min(num_tokens, self._prompt_budget - min(num_behind, self._prompt_budget // 2))
+        return num_tokens
+
+    def _add_running(self, request: Request, num_tokens: int) -> None:
+        """Add the row of a running request, preempting others as needed, unless it is preempted itself."""
+        scheduler = self._scheduler
+        while request not in scheduler.waiting:
+            if self._kv.reserve(request, request.num_computed_tokens + num_tokens):
+                self._add(request, num_tokens)
+                return
             victim = scheduler.policy.victim(scheduler.running, scheduler.clock())
             scheduler.preempt(victim)
             self._plan.remove(victim)
-            if victim is request:
-                return
-        self._add(request, num_tokens, num_drafts)
 
-    def _add(self, request: Request, num_tokens: int, num_drafts: int) -> None:
-        self._budget -= self._plan.add(request, num_tokens, num_drafts)
-        self._prompt_budget = min(self._prompt_budget - num_tokens, self._budget)
+    def _add(self, request: Request, num_tokens: int) -> None:
+        self._plan.add(request, num_tokens)
+        self._budget -= num_tokens
+        self._prompt_budget -= num_tokens
 
-    def _num_drafts(self, request: Request, num_tokens: int, num_left: int = 0) -> int:
-        """Return the number of draft tokens of a request's row; there are drafts only after the root."""
-        if num_tokens < request.num_uncomputed_tokens:
-            return 0
-        num_drafts = min(self._budget - num_left - num_tokens, request.most_drafts(self._max_draft_tokens))
-        return num_drafts if num_drafts > 0 else 0
+    def _add_drafts(self) -> None:
+        """Let the rows that reach their roots draft, the first ones first, as far as there are tokens and free blocks."""
+        plan, kv = self._plan, self._kv
+        for i, request in enumerate(plan.requests):
+            num_drafts = min(request.most_drafts(self._max_draft_tokens), self._budget)
+            if num_drafts and plan.reaches_root(i):
+                plan.draft_budgets[i] = min(num_drafts, kv.most_slots(request) - request.num_tokens)
+                kv.reserve(request, request.num_tokens + plan.draft_budgets[i])
+                self._budget -= plan.draft_budgets[i]
 
     def _join(self) -> Shortage | None:
         """Start waiting requests as long as there is room for them; return what the next one lacks."""
-        scheduler = self._scheduler
-        num_missing = self.num_missing_blocks(scheduler.running) if self._may_join() else 0
+        scheduler, pool = self._scheduler, self._kv.pool
         while scheduler.waiting:
-            if len(scheduler.running) >= self._options.max_batch_size:
-                return "requests"
+            request = scheduler.first()
+            if (shortage := self._shortage(request)) is not None:
+                return shortage
             if self._prompt_budget <= 0:
                 return "tokens"
-            request = scheduler.first()
-            num_lacking = num_missing + self.num_missing_blocks([request]) - self._kv.pool.num_free
-            if scheduler.running and num_lacking + self._num_spare_blocks(request) > 0:
-                return "blocks"
             is_delayed = self._kv.awaits_sibling(request) or (request.is_swapped and bool(self._plan.requests))
-            has_memory = scheduler.start(request)
+            num_free = pool.num_free
+            scheduler.start(request)
+            self._num_spare_blocks -= num_free - pool.num_free + self.num_missing_blocks([request])
             if not is_delayed:  # else its KV arrives beside this step's passes, or with later ones
                 self._kv.await_copies()
-                num_tokens = self._first_chunk(request, self._prompt_budget)
-                num_drafts = self._num_drafts(request, num_tokens)
-                is_reserved = self._kv.reserve(request, request.num_computed_tokens + num_tokens + num_drafts)
-                is_alone = len(scheduler.running) == 1
-                assert is_reserved or not (has_memory or is_alone), "a request that runs alone fits: larger ones are refused"
-                if is_reserved:
-                    self._add(request, num_tokens, num_drafts)
-            num_missing += self.num_missing_blocks([request])
+                num_tokens = min(self._num_wanted(request), self._prompt_budget)
+                is_reserved = self._kv.reserve(request, request.num_computed_tokens + num_tokens)
+                assert is_reserved or len(scheduler.running) > 1, "a request that runs alone fits: larger ones are refused"
+                if is_reserved:  # else there was no memory for what its blocks were counted by
+                    self._add(request, num_tokens)
+        return None
+
+    def _shortage(self, request: Request) -> Shortage | None:
+        """Return what a waiting request lacks to start, but for tokens."""
+        scheduler = self._scheduler
+        if len(scheduler.running) >= self._options.max_batch_size:
+            return "requests"
+        num_blocks = self.num_missing_blocks([request]) + self._num_blocks_kept_free(request)
+        has_preempted = scheduler.counters.num_preemptions > self._num_preemptions  # there is no room for those that run
+        if has_preempted or (scheduler.running and num_blocks > self._num_spare_blocks):
+            return "blocks"
         return None
 
     def _displace(self) -> None:
@@ -156,7 +170,7 @@ class RowChooser:
         if not candidates or self._options.reservation == "max_tokens" or kv.awaits_sibling(request):
             return
         num_lacking = self.num_missing_blocks([*scheduler.running, request]) - kv.pool.num_free
-        num_lacking += self._num_spare_blocks(request)
+        num_lacking += self._num_blocks_kept_free(request)
         is_full, victims = len(scheduler.running) >= self._options.max_batch_size, list[Request]()
         for candidate in candidates:
             if num_lacking <= kv.num_freed_blocks(victims, request) and (victims or not is_full):
@@ -167,7 +181,7 @@ class RowChooser:
             for victim in victims:
                 scheduler.preempt(victim)
 
-    def _num_spare_blocks(self, request: Request) -> int:
+    def _num_blocks_kept_free(self, request: Request) -> int:
         """Return how many blocks must stay free after the next step when a waiting request starts.
 
         Where it starts again, it is one for each that then runs and may still need it. Otherwise somebody would give way at once,
@@ -175,6 +189,5 @@ class RowChooser:
         """
         if not request.metrics.num_preemptions:
             return 0
-        size, most = self._kv.block_size, self._max_draft_tokens
-        requests = (*self._scheduler.running, request)
-        return sum([max_num_blocks(each, size) * size >= each.num_tokens + most + size for each in requests])
+        size, requests = self._kv.block_size, (*self._scheduler.running, request)
+        return sum([max_num_blocks(each, size) * size >= self._num_slots(each) + size for each in requests])

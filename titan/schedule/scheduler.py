@@ -183,16 +183,12 @@ class Scheduler:
             raise RuntimeError(f"the scheduling policy {self.policy.name!r} starts {shown(request)}, which does not wait")
         return request
 
-    def start(self, request: Request) -> bool:
-        """Start a waiting request, at the end of what is already computed of it, unless a sibling is computing that just now.
-
-        Returns:
-            Whether it has what its blocks were counted by; see `_admit`.
-        """
-        has_memory = self.kv.awaits_sibling(request) or self._admit(request)
+    def start(self, request: Request) -> None:
+        """Start a waiting request, at the end of what is already computed of it, unless a sibling is computing that just now."""
+        if not self.kv.awaits_sibling(request):
+            self._admit(request)
         self._unqueue(request)
         self.running.append(request)
-        return has_memory
 
     def ensure_kv(self, request: Request) -> bool:
         """Give a running request that awaited a sibling its KV, if that is computed and there is room; return whether it has it."""
@@ -296,11 +292,8 @@ class Scheduler:
                 raise
             return False
 
-    def _admit(self, request: Request) -> bool:
-        """Give a request what is already computed of it; return whether it has that.
-
-        It has not if there is no memory for its copies from the swap space: then all of it is computed again.
-        """
+    def _admit(self, request: Request) -> None:
+        """Give a request what is already computed of it; without memory for copies of that, it is computed again."""
         is_swapped, has_memory = request.is_swapped, True
         try:
             self.kv.admit(request)
@@ -310,7 +303,7 @@ class Scheduler:
             has_memory = False
         if is_swapped and has_memory:
             self.counters.num_swapped_in += 1
-            return True
+            return
         metrics, num_cached_tokens = request.metrics, request.num_cached_blocks * self.kv.block_size
         self.counters.num_cached_tokens += num_cached_tokens
         self.counters.num_admitted_tokens += request.num_tokens
@@ -319,7 +312,6 @@ class Scheduler:
             num_prompt_tokens = max(0, request.num_prompt_tokens - request.num_computed_tokens)
             self.policy.serve(request, num_prompt_tokens, 0)
             self.service.start(request, num_prompt_tokens, metrics.first_scheduled_time)
-        return has_memory
 
     def _finish(self, request: Request) -> None:
         """Release what a request held that is neither waiting nor running any more."""
