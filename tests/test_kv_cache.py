@@ -165,9 +165,10 @@ def copies(method: Mock) -> list[tuple[list[int], list[int]]]:
 
 @pytest.fixture
 def swapping(ops: Mock) -> KVCache:
-    kv = KVCache(8, 4, enable_prefix_caching=True, ops=ops, num_swap_blocks=5)
+    kv = KVCache(8, 4, enable_prefix_caching=True, ops=ops)
     kv.attach("target", KVTensor(LAYOUT, 8, 4, CPU))
     kv.attach("draft", KVTensor(LAYOUT, 8, 4, CPU))
+    kv.resize_swap_space(5, ())
     return kv
 
 
@@ -199,7 +200,8 @@ def test_only_what_the_other_pool_does_not_hold_is_copied(swapping: KVCache, ops
 
 
 def test_a_sibling_gets_nothing_from_one_that_is_swapped_out(ops: Mock) -> None:
-    kv = KVCache(8, 4, enable_prefix_caching=False, ops=ops, num_swap_blocks=8)
+    kv = KVCache(8, 4, enable_prefix_caching=False, ops=ops)
+    kv.resize_swap_space(8, ())
     first, second = compute(kv, 15, num_drafted=11), make_request(range(15))
     first.siblings = second.siblings = (first, second)
     assert kv.swap_out(first)

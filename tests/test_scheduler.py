@@ -87,9 +87,10 @@ class World:
         self.options = ScheduleOptions(**options)
         self.num_more_slots = num_more_slots
         self.error_rate = error_rate
-        self.kv = KVCache(num_kv_blocks, BLOCK_SIZE, enable_prefix_caching, cpu_backend().cache, num_swap_blocks)
+        self.kv = KVCache(num_kv_blocks, BLOCK_SIZE, enable_prefix_caching, cpu_backend().cache)
         for role, layout in LAYOUTS.items():
             self.kv.attach(role, KVTensor(layout, num_kv_blocks, BLOCK_SIZE, CPU))
+        self.kv.resize_swap_space(num_swap_blocks, ())
         self.counters = EngineCounters()
         self.now = 0.0
         self.scheduler = Scheduler(self.options, self.kv, self.counters, lambda: self.now, prefill_limit)

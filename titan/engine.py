@@ -146,13 +146,13 @@ class Engine:
         self._profiler = Profiler(self.backend, self.kv, config.schedule, self.max_model_len)
         self._ahead: Any = None  # mark behind the last pass, where the device may still be at it
         self._use_drafter(drafter, 0, ())
-        if num_swapped:
-            self.kv.resize_swap_space(num_swapped, ())
         self._pace = self._make_pace()
         prefill_limit = None if self._pace is None else self._pace.prefill_limit
         self.scheduler = Scheduler(config.schedule, self.kv, self.counters, prefill_limit=prefill_limit)
         if num_swapped:
-            self.scheduler.swap_rule.block_s = self.kv.measure_copies(self.backend.download)
+            self.kv.resize_swap_space(num_swapped, ())
+            block_s = self.kv.swap_space.measure_copies(self.kv.tensors, self.kv.pool, self.backend.download)
+            self.scheduler.swap_rule.block_s = block_s
         self._inform_swap_rule()
 
     @property

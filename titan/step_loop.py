@@ -114,17 +114,18 @@ class StepLoop:
         Raises:
             RuntimeError: as `between_steps`.
         """
-        return self.between_steps(lambda: self._abort_family(request_id))
-
-    def _abort_family(self, request_id: str) -> bool:
         scheduler = self.engine.scheduler
-        requests = [*scheduler.in_flight]
-        for to_queue in tuple(self._to_queue.values()):
-            requests += to_queue
-        meant = [each for each in requests if each.family[0].request_id == request_id and not each.is_finished]
-        for request in meant:
-            scheduler.abort(request, f"abort({request_id!r}) was called")
-        return bool(meant)
+
+        def abort_family() -> bool:
+            requests = [*scheduler.in_flight]
+            for to_queue in tuple(self._to_queue.values()):
+                requests += to_queue
+            meant = [each for each in requests if each.family[0].request_id == request_id and not each.is_finished]
+            for request in meant:
+                scheduler.abort(request, f"abort({request_id!r}) was called")
+            return bool(meant)
+
+        return self.between_steps(abort_family)
 
     def check_caller(self) -> None:
         """Refuse a caller that would wait forever, or for an engine that is damaged.

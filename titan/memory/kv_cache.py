@@ -8,12 +8,11 @@ path that is not the first nodes of its tree. It is copied to the swap space and
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, takewhile
 
 import numpy as np
-from torch import Tensor
 
 from titan.core.kv_tensor import KVTensor, Role
 from titan.core.out_of_memory import is_out_of_memory
@@ -22,7 +21,7 @@ from titan.core.step import Acceptance, StepPlan
 from titan.kernels.interfaces import CacheOps, PathMove
 from titan.memory.block_pool import BlockPool
 from titan.memory.new_blocks import NewBlocks
-from titan.memory.prefix import Prefix, PrefixFinder
+from titan.memory.prefix import PrefixFinder
 from titan.memory.sizing import block_bytes
 from titan.memory.swap_space import SwapSpace, find_blocks, take_blocks
 
@@ -35,14 +34,11 @@ class KVCache:
         block_size: tokens per block.
         enable_prefix_caching: whether full blocks are hashed and can be found again; if not, nothing is hashed.
         ops: move, copy and clear the contents of the caches.
-        num_swap_blocks: blocks of the swap space; 0 = there is none.
     """
 
-    def __init__(
-        self, num_blocks: int, block_size: int, enable_prefix_caching: bool, ops: CacheOps, num_swap_blocks: int = 0
-    ) -> None:
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool, ops: CacheOps) -> None:
         self._ops = ops
-        self.swap_space = SwapSpace(num_swap_blocks, enable_prefix_caching, ops)
+        self.swap_space = SwapSpace(enable_prefix_caching, ops)
         self.pool = BlockPool(num_blocks, enable_prefix_caching)
         self.block_size = block_size
         self._prefixes = PrefixFinder(self.pool, self.swap_space, block_size)
@@ -125,12 +121,14 @@ class KVCache:
         is never part of them, so that there is always something to compute. Sets the block table and its hashes, and the counters
         of both caches.
         """
-        prefix = self._prefixes.find(request)
-        if prefix.swapped:
-            request.extend_blocks(self._copy_prefix(prefix))
-        else:
-            self.pool.acquire(prefix.block_ids.values())
-            request.extend_blocks(prefix.block_ids.values())
+        prefix, space = self._prefixes.find(request), self.swap_space
+        swapped = list(prefix.swapped.values())
+        space.pool.acquire(swapped)  # else they might make room for others meanwhile
+        try:
+            request.extend_blocks(self._take(prefix.block_ids, prefix.block_hashes, prefix.swapped))
+        finally:
+            space.pool.release(swapped[::-1])
+        space.num_hits += len(swapped)
         self._ops.await_copies()
         request.mark_cached(len(prefix.block_hashes), prefix.num_drafted_blocks)
         request.commit(len(request.block_ids) * self.block_size)
@@ -262,10 +260,6 @@ class KVCache:
         self.pool.check([request.block_ids for request in requests])
         self.swap_space.pool.check([request.swapped_block_ids for request in requests])
 
-    def measure_copies(self, wait: Callable[[Sequence[Tensor]], object]) -> float:
-        """Return the seconds of copying a block to the swap space and back; see `SwapSpace.measure_copies`."""
-        return self.swap_space.measure_copies(self._tensors, self.pool, wait)
-
     @contextmanager
     def lend_blocks(self, most: int) -> Iterator[Sequence[int]]:
         """Lend blocks whose content in the target's cache may be overwritten, at least one, as a context.
@@ -386,17 +380,6 @@ class KVCache:
         found, sources = self._prefixes.find_swapped(request), dict(enumerate(request.swapped_block_ids))
         request.extend_blocks(self._take(found, request.block_hashes, sources))
         self.swap_space.pool.release(request.leave_swap())
-
-    def _copy_prefix(self, prefix: Prefix) -> list[int]:
-        """Return the blocks of a prefix, after copying those that are in the swap space, where they stay cached."""
-        space, swapped = self.swap_space, list(prefix.swapped.values())
-        space.pool.acquire(swapped)
-        try:
-            block_ids = self._take(prefix.block_ids, prefix.block_hashes, prefix.swapped)
-        finally:
-            space.pool.release(swapped[::-1])
-        space.num_hits += len(swapped)
-        return block_ids
 
     def _take(self, found: Mapping[int, int], block_hashes: Sequence[bytes], sources: Mapping[int, int]) -> list[int]:
         """Take blocks of the pool for blocks of the swap space: those found, and copies of the others."""

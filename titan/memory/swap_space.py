@@ -23,16 +23,15 @@ MAX_MEASURED_BLOCKS, NUM_MEASUREMENTS = 64, 3
 
 
 class SwapSpace:
-    """Blocks on the host beside those of the attached caches, which they can hold copies of.
+    """Blocks on the host beside those of the attached caches, which they can hold copies of; there are none until it is resized.
 
     Args:
-        num_blocks: for each cache; 0 = there is no swap space, and never room in it.
         enable_caching: whether full blocks can be found by their hash.
         ops: copy blocks out and in.
     """
 
-    def __init__(self, num_blocks: int, enable_caching: bool, ops: CacheOps) -> None:
-        self.pool = BlockPool(num_blocks, enable_caching)
+    def __init__(self, enable_caching: bool, ops: CacheOps) -> None:
+        self.pool = BlockPool(0, enable_caching)
         self.num_hits = 0  # blocks of prefixes found here since the start
         self._ops = ops
         self._blocks: dict[Role, list[Tensor]] = {}

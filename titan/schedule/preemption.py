@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from titan.core.options import ScheduleOptions
 from titan.core.request import Request
 
 
@@ -23,11 +22,6 @@ class SwapRule:
     chunk_size: int  # most tokens of a request in a pass
     block_s: float = 0.0  # of copying a block out and in again
     pass_s: Callable[[float, float], float] | None = None  # seconds of a pass of the target by rows and tokens of context
-
-    @classmethod
-    def of(cls, options: ScheduleOptions) -> SwapRule:
-        """Return the rule of the options."""
-        return cls(options.preemption_mode, options.prefill_chunk_size or options.max_num_batched_tokens)
 
     def prefers_swap(self, request: Request) -> bool:
         """Whether a running request should be swapped out rather than computed again."""

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from titan.core.checks import shown
 from titan.core.metrics import EngineCounters
 from titan.core.options import ScheduleOptions
 from titan.core.out_of_memory import is_out_of_memory
 from titan.core.outputs import RequestMetrics
+from titan.core.policy import SchedulingPolicy
 from titan.core.request import FinishReason, Request
 from titan.core.step import Acceptance, StepPlan
 from titan.memory.kv_cache import KVCache
 from titan.schedule.admission import max_num_blocks
 from titan.schedule.heap import Heap
-from titan.schedule.policies.registry import create_policy
+from titan.schedule.policies.fair import FairPolicy
+from titan.schedule.policies.fcfs import FcfsPolicy
+from titan.schedule.policies.priority import PriorityPolicy
 from titan.schedule.preemption import SwapRule
 from titan.schedule.rows import RowChooser
 from titan.schedule.service import ServiceLog
@@ -34,6 +37,8 @@ beam."""
 PrefillLimit = Callable[[int, int, int], int]
 """Returns how many prompt tokens a step may take, given the number of requests that decode, the tokens computed before of all that
 run, and the most that there may be; at least 1."""
+
+_POLICIES: Mapping[str, Callable[[], SchedulingPolicy]] = {"fcfs": FcfsPolicy, "priority": PriorityPolicy, "fair": FairPolicy}
 
 
 class Scheduler:
@@ -59,8 +64,9 @@ class Scheduler:
         self.kv = kv
         self.counters = counters
         self.clock = clock
-        self.policy = create_policy(options.scheduling_policy)
-        self.swap_rule = SwapRule.of(options)
+        policy = options.scheduling_policy
+        self.policy = _POLICIES[policy]() if isinstance(policy, str) else policy
+        self.swap_rule = SwapRule(options.preemption_mode, options.prefill_chunk_size or options.max_num_batched_tokens)
         self.waiting: OrderedDict[Request, None] = OrderedDict()  # preempted ones first; the policy has its own order
         self.running: list[Request] = []  # in order of their start
         self.service = ServiceLog()
@@ -77,14 +83,10 @@ class Scheduler:
         """The requests that run or wait."""
         return (*self.running, *self.waiting)
 
-    @property
-    def is_full(self) -> bool:
-        """Whether no more requests may wait."""
-        return len(self.waiting) >= self.options.max_waiting_requests
-
     def may_add(self, request: Request) -> bool:
         """Whether a request may be queued: there is room, or its time is over, and the next step ends it."""
-        return not self.is_full or (request.expiry is not None and request.expiry <= self.clock())
+        has_room = len(self.waiting) < self.options.max_waiting_requests
+        return has_room or (request.expiry is not None and request.expiry <= self.clock())
 
     def add(self, request: Request) -> None:
         """Queue a request; one that was admitted, but no longer fits since the KV cache was resized, ends at once, with an error.
@@ -294,16 +296,16 @@ class Scheduler:
 
     def _admit(self, request: Request) -> None:
         """Give a request what is already computed of it; without memory for copies of that, it is computed again."""
-        is_swapped, has_memory = request.is_swapped, True
+        is_swapped = request.is_swapped
         try:
             self.kv.admit(request)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            has_memory = False
-        if is_swapped and has_memory:
-            self.counters.num_swapped_in += 1
-            return
+        else:
+            if is_swapped:
+                self.counters.num_swapped_in += 1
+                return
         metrics, num_cached_tokens = request.metrics, request.num_cached_blocks * self.kv.block_size
         self.counters.num_cached_tokens += num_cached_tokens
         self.counters.num_admitted_tokens += request.num_tokens
