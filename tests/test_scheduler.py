@@ -588,14 +588,15 @@ def test_what_is_swapped_goes_on_where_it_was(caching: bool) -> None:
     assert num_computed[40] == sum(request.num_tokens - 1 for request in requests) - num_accepted < num_computed[0]
 
 
-def test_what_is_swapped_in_gets_on_before_it_is_swapped_out_again() -> None:
-    """Although the number of drafts, and so the blocks that all need, goes up and down, as with adaptive speculation."""
+@pytest.mark.parametrize("drafts", [[0], [0, 6]])
+def test_what_is_swapped_in_gets_on_before_it_is_swapped_out_again(drafts: list[int]) -> None:
+    """Also where the number of drafts, and so the blocks that all need, goes up and down, as with adaptive speculation."""
     world, random = World(20, num_swap_blocks=400, max_batch_size=6, preemption_mode="swap", swap_space=1), Random(0)
     requests = [world.add([i + 1] * random.randint(1, 20), 40, ignore_eos=True) for i in range(24)]
     at_last_swap = dict[Request, int]()
     while world.scheduler.has_unfinished:
         before = [request.metrics.num_preemptions for request in requests]
-        world.step(random.choice([0, 6]), random)
+        world.step(random.choice(drafts), random)
         for request, num_preemptions in zip(requests, before, strict=True):
             if request.is_swapped and request.metrics.num_preemptions > num_preemptions:
                 assert at_last_swap.get(request, -1) < request.num_output_tokens

@@ -46,7 +46,7 @@ class RowChooser:
         prefills = [each for each in scheduler.running if each.num_uncomputed_tokens > 1]
         wanted = [self._num_wanted(each) for each in prefills]
         num_behind = sum(wanted) + self._num_wanted_by_waiting()
-        self._prompt_budget = self._share_of_prompts(num_behind)
+        self._prompt_budget = self._most_prompt_tokens() if num_behind else 0
         for request, num_wanted in zip(prefills, wanted, strict=True):
             num_behind -= num_wanted
             if self._prompt_budget and scheduler.ensure_kv(request):
@@ -79,19 +79,17 @@ class RowChooser:
             return 0
         return self._num_wanted(request) * min(len(scheduler.waiting), self._options.max_batch_size - len(scheduler.running))
 
-    def _share_of_prompts(self, num_wanted: int) -> int:
-        """Return how many tokens the requests that do not decode may have together, if they want so many.
+    def _most_prompt_tokens(self) -> int:
+        """Return how many tokens the requests that do not decode may have together.
 
-        It is what drafts leave to them: what they want, up to half of what they may have if nothing is drafted.
+        It is what drafts of the others leave: at least half of what there is without them.
         """
-        if not num_wanted:
-            return 0
         num_decodes = len(self._plan.requests)
         most, limit = min(self._budget, self._options.max_prefill_tokens or self._budget), self._scheduler.prefill_limit
         if limit is not None and num_decodes and most > 1:
             most = limit(num_decodes, sum([request.num_computed_tokens for request in self._scheduler.running]), most)
         num_drafts = sum([request.most_drafts(self._max_draft_tokens) for request in self._plan.requests])
-        return min(most, max(self._budget - num_drafts, min(num_wanted, -(-most // 2))))
+        return min(most, max(self._budget - num_drafts, -(-most // 2)))
 
     def _chunk(self, request: Request, num_behind: int) -> int:
         """Return how many tokens a running request that does not decode gets, if those behind it want ``num_behind``.
