@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib.util import find_spec
 
 import torch
@@ -48,7 +49,10 @@ def choose_device(name: str) -> torch.device:
     """
     has_triton = find_spec("triton") is not None
     if name == "auto":
-        name = "cuda" if has_triton and torch.cuda.is_available() else "cpu"
+        has_cuda = torch.cuda.is_available()
+        if has_cuda and not has_triton:
+            warnings.warn("there is a CUDA device, but not the package triton: device='auto' is the CPU", stacklevel=2)
+        name = "cuda" if has_cuda and has_triton else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:

@@ -45,6 +45,7 @@ def grow_by_passes(
         block_size: tokens per KV block.
     """
     num_rows_of_passes, seconds = list[int](), 0.0
+    first_scores = np.full(num_rows, np.nan, np.float32)
 
     def run(batch: RaggedBatch) -> Tensor:
         nonlocal seconds
@@ -60,7 +61,6 @@ def grow_by_passes(
 
     root_logits = run(root_batch(feeds, block_size))
     growing = [feed for feed in feeds if feed.spec is not None]
-    first_scores = np.full(num_rows, np.nan, np.float32)
     if not growing:
         return replace(DraftTrees.empty(num_rows, backend.device), growth=report())
     draft_vocab_size = root_logits.shape[-1]

@@ -23,7 +23,7 @@ LONG = (
     *("no_paths-presence", "no_paths-repetition", "[x86-64 without AVX]", "[of all sizes]"),
     *("triton-beside one that ends before", "triton-in the middle", "triton-latents-dtype1"),
     *("parents-looking back", "prefix_hits_and_preemption[llama-parents", "[qwen3-chain-greedy-False]"),
-    *(f"while_an_engine_serves[llama-options{i}-chunked_tokens1]" for i in (1, 2, 3, 4, 5, 6, 9, 10)),
+    *(f"while_an_engine_serves[llama-options{i}-chunked_tokens1]" for i in (1, 2, 3, 4, 5, 6, 7, 10, 11)),
 )
 """Words in the names of tests that take seconds, up to half a minute, and try what others try at a smaller size or elsewhere."""
 LEFT_OUT = ("models", "long")
@@ -38,7 +38,8 @@ settings.register_profile("soak", SOAK)
 
 def pytest_configure(config: pytest.Config) -> None:
     """The process that shares tests out among workers runs none: the workers need not wait for its imports."""
-    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+    shares = config.getoption("numprocesses", None) and not config.getoption("collectonly")
+    if hasattr(config, "workerinput") or not shares:
         gc.disable()
         config.pluginmanager.import_plugin("session_fixtures")
 

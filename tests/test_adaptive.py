@@ -29,6 +29,7 @@ from titan.adaptive.controller import NUM_PLAIN, Controller
 from titan.adaptive.load import Outcome
 from titan.adaptive.measure import measure
 from titan.adaptive.pass_cost import PassCost
+from titan.adaptive.speculation import AdaptiveSpeculation
 from titan.core.draft_history import AcceptanceCounts
 from titan.core.growth import BeamSpec, Feed
 from titan.core.step import Acceptance, StepPlan
@@ -290,6 +291,26 @@ def test_there_is_room_for_drafts_after_plain_steps(zoo: Zoo, monkeypatch: pytes
 
     run_all(engine, [prompt[:9] for prompt in PROMPTS[:3]], [greedy(80, ignore_eos=True)] * 3, before_step=look)
     assert len(groups) > 2 and {*groups[1:-1]} == {NUM_PLAIN}
+
+
+def test_prompts_are_fed_to_the_draft_by_what_was_just_found(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by what was found before, in steps in which that changes."""
+    Machine(monkeypatch, CHANGING)
+    engine, num_changed = adaptive_engine(zoo, "llama~", **SCARCE | {"num_kv_blocks": 60}), 0
+    decide = AdaptiveSpeculation.decide
+
+    def look(speculation: AdaptiveSpeculation, plan: StepPlan) -> None:
+        nonlocal num_changed
+        before = speculation.controller.optimum.drafts
+        decide(speculation, plan)
+        drafts = speculation.controller.optimum.drafts
+        if speculation._load.candidates and speculation.controller.has_tried:  # it was compared, or may have been
+            assert plan.drafts_prompts == drafts
+            num_changed += before != drafts and max(plan.num_tokens) > 1
+
+    monkeypatch.setattr(AdaptiveSpeculation, "decide", look)
+    assert run_all(engine, PROMPTS, PARAMS) == written(zoo)
+    assert num_changed > 0
 
 
 def test_a_large_cap_crowds_nobody_out(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:

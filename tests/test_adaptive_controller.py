@@ -446,6 +446,19 @@ def test_comparisons_are_fewer_where_they_take_long_and_there_is_evidence(
     assert standing.num_left == num_steps
 
 
+def test_how_long_comparisons_take_is_known_apart_for_few_and_many_requests() -> None:
+    standing, (load, *_) = Standing(), four_requests()
+    loads = {0.0001: load._replace(candidates=load.candidates[:1], num_rows=1), 0.03: load}
+    for seconds, each in [*loads.items()] * 6:
+        standing.renew(each, True, False, 14.2, 1.0)
+        standing.note_comparison(seconds)
+    found = []
+    for each in loads.values():
+        standing.renew(each, True, False, 14.2, 1.0)
+        found.append(standing.num_left)
+    assert found == [8, 12]
+
+
 def test_one_comparison_that_was_held_up_hardly_makes_later_ones_fewer() -> None:
     standing, (load, *_) = Standing(), four_requests()
     standing.renew(load, False, False, 0, 1.0)

@@ -30,16 +30,25 @@ class ChatTemplate:
 
     Args:
         tokenizer: a transformers tokenizer; ``None``: the model has none.
-        kwargs: the ``chat_template_kwargs`` of `titan.LLM.chat`.
-        own: its other arguments that go to the template.
+        kwargs: the ``chat_template_kwargs`` of `titan.LLM.chat`; the others are its arguments of these names.
 
     Raises:
         ValueError: one of them is not allowed, ``kwargs`` has what is an argument itself, or there is no chat template.
     """
 
-    def __init__(self, tokenizer: Any | None, kwargs: object, **own: Any) -> None:
-        self._options = _read_options(own, kwargs)
-        if tokenizer is None or not (own["chat_template"] or tokenizer.chat_template):
+    def __init__(
+        self,
+        tokenizer: Any | None,
+        kwargs: object,
+        *,
+        chat_template: str | None,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        tools: Any,
+    ) -> None:
+        own = {"chat_template": chat_template, "add_generation_prompt": add_generation_prompt}
+        self._options = _read_options({**own, "continue_final_message": continue_final_message, "tools": tools}, kwargs)
+        if tokenizer is None or not (chat_template or tokenizer.chat_template):
             raise ValueError("chat() needs a tokenizer with a chat template, and the model has none: use generate()")
         self._tokenizer = tokenizer
         by_text, by_parts = self._try(PROBE), self._try(_as_parts([PROBE]))

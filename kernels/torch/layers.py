@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan.core.attention import AttentionSpec
+from titan.core.batch import AttentionLayout
 from titan.core.kv_tensor import kv_planes
 from titan.kernels.interfaces import TokenPlaces
 from titan.kernels.torch.attention import RequestQuery, attend
@@ -38,7 +39,7 @@ class TorchOps:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
 
-    def plan_attention(self, layout: Any) -> Any:
+    def plan_attention(self, layout: AttentionLayout) -> Any:
         return [RequestQuery(layout, i, self.device) for i in range(len(layout.seq_lens))]
 
     def tree_attention(self, q: Tensor, kv_layer: Tensor, plan: Any, spec: AttentionSpec, sinks: Tensor | None = None) -> Tensor:

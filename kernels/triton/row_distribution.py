@@ -449,7 +449,7 @@ def row_distributions(logits: Tensor, *, temperature: Tensor, top_k: Tensor, top
     Nothing is read back to the host. Ties at the edge of top-k and top-p are cut by token id: smaller ids are kept.
 
     Args:
-        logits: [R, vocab], float32, float16 or bfloat16; rows may be strided. The result refers to them.
+        logits: [R, vocab], float32, float16 or bfloat16; rows may be strided. The result refers to them, or to a copy.
         temperature: float32 [R]; 0 = greedy.
         top_k: int32 [R]; 0 or less, or the vocabulary size or more: all.
         top_p: float32 [R]; the smallest set of most likely tokens whose mass, after top-k, reaches it; 1 = all, 0 = one.

@@ -127,15 +127,15 @@ class TritonRunner:
             self._padded_hidden_states(batch, size)
 
     def _padded_logits(self, batch: RaggedBatch, size: PassSize, specs: Sequence[GrowthSpec], vocab_size: int) -> None:
-        """Run a pass, and the output head, which is not part of its graph, for as many rows as products are compiled for.
-
-        With specs, choose children of nodes as growth does that is no graph, as many as beams have, and as reviews do.
-        """
+        """Run a pass, and what its graph lacks: the output head, for as many rows as products are compiled for, and choices."""
         hidden = self._padded_hidden_states(batch, size)
         for rows in TILINGS:
-            logits = self.model.logits(hidden[:rows])
-        if not specs:
-            return
+            self.model.logits(hidden[:rows])
+        if specs:
+            self._choose_idly(self.model.logits(hidden[: max(TILINGS)]), specs, vocab_size)
+
+    def _choose_idly(self, logits: Tensor, specs: Sequence[GrowthSpec], vocab_size: int) -> None:
+        """Choose children of nodes as growth does that is no graph, as many as beams have, and as reviews do."""
         temperatures = torch.ones(len(logits), device=self.backend.device)
         self.backend.sampling.top_candidates(logits[:, :vocab_size], 1, temperatures)
         logits = of_vocabulary(logits, vocab_size)

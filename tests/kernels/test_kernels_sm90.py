@@ -1,4 +1,7 @@
-"""All Triton kernels as compiled for an H100 or H200, at the sizes of shipped models and in every shipped configuration."""
+"""All Triton kernels as compiled for an H100 or H200, at the sizes of shipped models.
+
+`make test` compiles attention for each kind of layer, with the largest tiles of each size of heads; `make test-all` in all sizes.
+"""
 
 from __future__ import annotations
 
@@ -192,14 +195,14 @@ class Launch:
 
 
 def launches_of_each_kind() -> list[Launch]:
-    """Trees in small tiles and chunks in the largest of a usual size of heads; and each kind of layer, float32 among them."""
+    """Trees in small tiles and chunks in the largest; of each kind of layer, float32 among them."""
     smallest, small, *_, large = TABLE[SM90, 128, 2]
     return [
         Launch(128, torch.bfloat16, (smallest, large)),
         Launch(128, torch.float16, (small, large), OPTIONS),
         Launch(128, torch.float32, FLOAT32_CONFIGS * 2, "window=40"),
-        Launch(64, torch.bfloat16, TABLE[SM90, 64, 2][1:2], SINKS),
-        Launch(192, torch.bfloat16, TABLE[SM90, 256, 2][1:2], NARROW, 192 + 128),
+        Launch(64, torch.bfloat16, TABLE[SM90, 64, 2][1::2], SINKS),
+        Launch(192, torch.bfloat16, TABLE[SM90, 256, 2][1::2], NARROW, 192 + 128),
         Launch(576, torch.bfloat16, TABLE[SM90, LARGE, 2], LATENT, 576),
     ]
 
@@ -226,24 +229,30 @@ QUANTISED = [
 ]
 
 
-@pytest.fixture(scope="module", params=[launches_of_each_kind, launches_of_all_sizes], ids=["of each kind", "of all sizes"])
-def launches(request: pytest.FixtureRequest) -> list[Launch]:
-    return request.param()  # type: ignore[no-any-return]
-
-
 @pytest.fixture(scope="module")
-def builds(launches: list[Launch]) -> list[Build]:
+def builds() -> list[Build]:
     """One process for all, which takes seconds to start. The last two are on a device that the table does not know."""
-    lines = [launch.line for launch in (*launches, *QUANTISED)]
+    lines = [launch.line for launch in (*launches_of_each_kind(), *QUANTISED)]
     lines += [f"launch(64, torch.bfloat16, 8, 512, window=5, num_requests={number})" for number in (128, 1024)]
     lines += ["import titan.kernels.triton.tuning as tuning", "tuning.TABLE.clear()"]
     lines += [f"launch({head_dim}, torch.bfloat16, 16, 16)" for head_dim in (128, 256)]
     return compile_launches(OTHERS + ATTENTION + "\n".join(lines))
 
 
+@pytest.fixture(scope="module")
+def builds_of_all_sizes() -> list[Build]:
+    return compile_launches(ATTENTION + "\n".join(launch.line for launch in launches_of_all_sizes()))
+
+
+@pytest.mark.parametrize(
+    ("launches", "fixture"),
+    [(launches_of_each_kind(), "builds"), (launches_of_all_sizes(), "builds_of_all_sizes")],
+    ids=["of each kind", "of all sizes"],
+)
 def test_every_configuration_fits_as_the_table_says_with_its_buffers_and_tensor_cores(
-    launches: list[Launch], builds: list[Build]
+    launches: list[Launch], fixture: str, request: pytest.FixtureRequest
 ) -> None:
+    builds: list[Build] = request.getfixturevalue(fixture)
     expected = [(launch, config, i == 0) for launch in launches for i, config in enumerate(launch.configs)]
     compiled = [build for build in builds if build.name == "_attention_kernel"][: len(expected)]
     for build, (launch, config, is_short) in zip(compiled, expected, strict=True):
@@ -266,8 +275,8 @@ def test_every_configuration_fits_as_the_table_says_with_its_buffers_and_tensor_
         assert hot == 0 < masked, build
 
 
-def test_quantised_blocks_are_read_as_bytes_and_multiplied_by_tensor_cores(launches: list[Launch], builds: list[Build]) -> None:
-    first = sum(len(launch.configs) for launch in launches)
+def test_quantised_blocks_are_read_as_bytes_and_multiplied_by_tensor_cores(builds: list[Build]) -> None:
+    first = sum(len(launch.configs) for launch in launches_of_each_kind())
     compiled = [build for build in builds if build.name == "_attention_kernel"][first : first + 2 * len(QUANTISED)]
     for build, (launch, config) in zip(compiled, [(each, config) for each in QUANTISED for config in each.configs], strict=True):
         assert (build.constants["HEAD_DIM"], build.constants["BLOCK_M"]) == (str(launch.head_dim), str(config.block_m))

@@ -33,7 +33,7 @@ class SpeculationMetrics:
     Times are seconds, rates are tokens per second of all requests.
     """
 
-    choice: str  # "on", "probe" (a look at whether it would pay), or "off"
+    choice: str  # "on" (also in steps without drafts that show what these cost), "probe" (a look at whether it pays), or "off"
     mean_draft_tokens: float  # per request that emitted tokens, since the start
     off_rate: float  # predicted without drafts
     on_rate: float  # predicted with the best number of drafts; 0: not compared yet

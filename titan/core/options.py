@@ -55,7 +55,7 @@ class ModelOptions:
     Args:
         dtype: "auto" (the checkpoint's, which its weights say if its config does not; float32 on a CPU without bfloat16
             instructions), "float32", "bfloat16", "float16", or the torch dtype; "float" and "half" are float32 and float16.
-        device: "auto" (CUDA if available), "cpu", "cuda", "cuda:N", or the torch device.
+        device: "auto" (CUDA if available, with Triton), "cpu", "cuda", "cuda:N", or the torch device.
         num_threads: threads of a CPU; ``None`` = one per physical core that the process may use, at most as many as PyTorch has.
         seed: for the requests that have none; ``None`` = another one for each engine.
         max_model_len: maximum tokens of a request, prompt and output; ``None`` = the model's positions.
