@@ -4,10 +4,10 @@
     titan bench kernels --compare before.json --fail
     titan bench kernels --select "attention and verify"
 
-Shapes are those of the demo pair with 1 and with 32 requests of 128 tokens. A time is the fastest of many: what else runs on the
-machine can only add to it. It is shown in microseconds and over a reference of the same run, a matrix product for kernels and a
-loop of Python for the host's part, each run first and last; a comparison with a stored run is of these ratios, so that a slower
-machine alone changes little. Ctrl-C ends the measurement and reports what there is.
+Shapes are those of the demo pair with 1 and with 32 requests of 128 tokens, unless a benchmark says others. A time is the fastest
+of many: what else runs on the machine can only add to it. It is shown in microseconds and over a reference of the same run, a
+matrix product for kernels and a loop of Python for the host's part, each run first and last; a comparison with a stored run is of
+these ratios, so that a slower machine alone changes little. Ctrl-C ends the measurement and reports what there is.
 """
 
 from __future__ import annotations

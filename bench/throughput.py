@@ -136,11 +136,16 @@ class ThroughputBench:
             for round_id in range(args.rounds):
                 workload = take_workload(prompts, at_once * args.waves, output_lens)
                 context = (sum(map(len, workload.prompts)) + sum(workload.output_lens) / 2) / len(workload)
+                floor: float | None = None
+                if TITAN in modes and not args.output_len.is_mixed:  # a batch that shrinks has no one least time
+                    floor = least_pass_ms(loaded.engine, at_once, context)  # before all turns, each of which begins with a warm-up
                 reference: Run | None = None
                 for labels, run in self._runs(loaded.dtype, turns, modes, workload, at_once):
                     if labels["mode"] == TITAN:
                         reference = run
-                        run = replace(run, figures={**run.figures, **floor_figures(loaded.engine, run, at_once, context)})
+                        if floor is not None and (ms := run.figures.get("ms/target pass")) is not None:
+                            figures = {**run.figures, "ms/pass at least": floor, "pass x least": ms / floor}
+                            run = replace(run, figures=figures)
                     self.samples.append(timed_sample(labels, round_id, run, reference, context))
             yield
 
@@ -193,14 +198,11 @@ class ThroughputBench:
         )
 
 
-def floor_figures(engine: Engine | None, run: Run, at_once: int, context: float) -> dict[str, float]:
-    """What a pass without a draft takes at least, if there was one; it is known on a CPU, of Titan's own decoder."""
-    if engine is None or not engine.backend.is_host or "ms/target pass" not in run.figures:
-        return {}
-    if not isinstance(model_of(engine.runner), Decoder):
-        return {}
-    floor = 1e3 * floor_seconds(engine, at_once, context)
-    return {"ms/pass at least": floor, "pass x least": run.figures["ms/target pass"] / floor}
+def least_pass_ms(engine: Engine | None, at_once: int, context: float) -> float | None:
+    """Return what a pass without a draft takes at least; it is known on a CPU, of Titan's own decoder."""
+    if engine is None or not engine.backend.is_host or not isinstance(model_of(engine.runner), Decoder):
+        return None
+    return 1e3 * floor_seconds(engine, at_once, context)
 
 
 def timed_sample(labels: Mapping[str, Label], round_id: int, run: Run, reference: Run | None, context: float) -> Sample:
@@ -211,7 +213,7 @@ def timed_sample(labels: Mapping[str, Label], round_id: int, run: Run, reference
         round_id: likewise.
         run: of a mode.
         reference: Titan's without a draft in the same round, if there is one.
-        context: mean tokens before a token that is generated.
+        context: mean tokens of a request, of those that it generates half.
     """
     latencies = latency_figures(run.requests)
     if MODES[str(labels["mode"])].ends_together:
@@ -337,6 +339,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         if args.output_len.is_mixed or prompt_len < 1:
             lengths = f"--context-len {args.context_len} must be more than half of --output-len {args.output_len}"
             raise ValueError(f"{lengths}, which --profile takes as one length")
+        if args.output_len.low < 2:
+            raise ValueError(f"--output-len {args.output_len} is not allowed with --profile: the first token comes with the prompt")
         args.prompt_len = Lengths(prompt_len, prompt_len)
     args.waves = args.waves or (WAVES_OF_A_MIX if args.output_len.is_mixed else 1)
     allowed = [mode for mode in possible_modes(args.draft_model, **model_options(args)) if mode in PROFILED or not args.profile]

@@ -40,7 +40,7 @@ from titan.models.decoder import Decoder
 
 CONTEXT_LEN, NUM_DRAFTS, NUM_STEPS, NUM_WARM_UPS = 8192, 6, 200, 8
 OUTPUT_LEN = (NUM_STEPS + 2 * NUM_WARM_UPS) * (NUM_DRAFTS + 1)
-VOCAB_SIZE, NUM_LIKELY = 512, 8
+VOCAB_SIZE, NUM_LIKELY = 512, 16
 pytestmark = [
     pytest.mark.benchmark(group="host"),
     pytest.mark.skipif(tools.INTERPRETED, reason="the interpreter's kernels are other functions, which would run"),

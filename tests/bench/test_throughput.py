@@ -18,7 +18,7 @@ from titan.bench.runs import RequestRun, Run
 from titan.bench.samples import Sample, make_rows
 from titan.bench.throughput import (
     ThroughputBench,
-    floor_figures,
+    least_pass_ms,
     main,
     parse_arguments,
     throughput_answer,
@@ -30,6 +30,7 @@ from titan.bench.throughput import (
 from titan.bench.workloads import Workload
 from titan.cli import main as titan_main
 from titan.engine import Engine
+from titan.models.decoder import Decoder
 
 FAKE = Mode("a fake", engine=str(Path(__file__).with_name("fake")))
 OURS = ["titan", "titan-draft", "titan-static", "titan-single"]
@@ -79,9 +80,13 @@ def test_a_profile_counts_decode_steps_at_the_context_asked_for_and_a_pass_over_
     assert (tmp_path / "run.markdown").read_text().count("## ") == 2  # the parts, and where they come from
 
 
-def test_the_least_time_of_a_pass_is_that_of_a_cpu_and_not_asked_for_on_another_device() -> None:
-    run = Run([], 1.0, {"ms/target pass": 1.0})
-    assert floor_figures(Mock(backend=Mock(is_host=False)), run, 1, 8.0) == floor_figures(None, run, 1, 8.0) == {}
+@pytest.mark.parametrize(("is_host", "model", "expected"), [(True, Decoder, 2.0), (False, Decoder, None), (True, object, None)])
+def test_the_least_time_of_a_pass_is_that_of_a_decoder_on_a_cpu(
+    is_host: bool, model: type, expected: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("titan.bench.throughput.floor_seconds", lambda *_: 0.002)
+    engine = Mock(backend=Mock(is_host=is_host), runner=Mock(model=Mock(spec=model)))
+    assert least_pass_ms(engine, 1, 8.0) == expected and least_pass_ms(None, 1, 8.0) is None
 
 
 @pytest.mark.parametrize(
