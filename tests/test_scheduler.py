@@ -439,6 +439,36 @@ def test_a_prompt_leaves_nothing_to_siblings_that_await_it() -> None:
     assert [world.step(0, Random(0)).num_tokens for _ in range(5)] == [[8], [8], [8], [6], [1, 1, 1]]
 
 
+def test_siblings_that_need_no_tokens_do_not_hold_up_the_queue() -> None:
+    """The short prompt behind them has its tokens as soon as it is the next one, beside the long one."""
+    world = World(max_batch_size=5, num_kv_blocks=80, max_prefill_tokens=8)
+    world.add([1] * 30, 9, ignore_eos=True, n=2)
+    world.add([2] * 2, 9, ignore_eos=True)
+    plans = [world.step(0, Random(0)) for _ in range(3)]
+    assert [plan.num_tokens for plan in plans] == [[8], [6, 2], [1, 8]] and {plan.shortage for plan in plans} == {None, "tokens"}
+
+
+def test_blocks_kept_for_one_that_starts_again_are_not_given_to_new_ones() -> None:
+    world = World(10, max_batch_size=4)
+    first, again = (world.add([token] * (3 * BLOCK_SIZE - 3), 30, ignore_eos=True) for token in (1, 2))
+    world.step(0, Random(0))
+    world.scheduler.preempt(again)
+    short, long = (world.add([token] * length, 30, ignore_eos=True) for token, length in ((3, 2), (4, 3 * BLOCK_SIZE - 3)))
+    plan = world.step(0, Random(0))
+    assert world.scheduler.running == [first, again, short] and plan.shortage == "blocks"
+    assert [*world.scheduler.waiting] == [long] and world.kv.pool.num_free >= 2
+
+
+def test_a_time_limit_of_prompts_is_not_halved_by_drafts() -> None:
+    """The limit has counted them."""
+    world = World(max_batch_size=4, num_kv_blocks=80, max_num_batched_tokens=20, prefill_limit=lambda *_: 6)
+    for _ in range(3):
+        world.add([1], 30, ignore_eos=True)
+        world.step(0, Random(0))
+    world.add([2] * 30, 9, ignore_eos=True)
+    assert world.step(4, Random(0)).num_tokens == [1, 1, 1, 6]
+
+
 def test_drafts_leave_every_running_request_a_token() -> None:
     world = World(max_batch_size=3, num_kv_blocks=40, max_num_batched_tokens=6)
     for token in (1, 2, 3):
@@ -613,7 +643,7 @@ def test_a_copy_that_fails_loses_neither_blocks_nor_requests(
 ) -> None:
     """Where memory lacks, what was to be copied is computed again, and nobody is told."""
     world, random = World(10, num_swap_blocks=20, max_batch_size=6), Random(0)
-    for i in range(10):
+    for i in range(20):
         world.add([i // 2 + 1] * (10 + 7 * (i % 6)), 30, ignore_eos=True, n=2)
     copy, fail, num_failures = getattr(cpu_backend().cache, failing), Mock(side_effect=error), 0
     while world.scheduler.has_unfinished:

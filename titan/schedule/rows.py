@@ -45,11 +45,11 @@ class RowChooser:
             self._num_spare_blocks = self._kv.pool.num_free - self.num_missing_blocks(scheduler.running)
         prefills = [each for each in scheduler.running if each.num_uncomputed_tokens > 1]
         wanted = [self._num_wanted(each) for each in prefills]
-        num_behind = sum(wanted) + self._num_wanted_by_waiting()
-        self._prompt_budget = self._most_prompt_tokens() if num_behind else 0
+        num_behind = sum(wanted) + (self._num_wanted_by_waiting() if prefills else 0)
+        self._prompt_budget = self._most_prompt_tokens() if prefills or scheduler.waiting else 0
         for request, num_wanted in zip(prefills, wanted, strict=True):
             num_behind -= num_wanted
-            if self._prompt_budget and scheduler.ensure_kv(request):
+            if num_wanted and self._prompt_budget and scheduler.ensure_kv(request):
                 self._add_running(request, self._chunk(request, num_behind))
         plan.shortage = self._join()
         self._add_drafts()
@@ -77,7 +77,8 @@ class RowChooser:
         scheduler = self._scheduler
         if not scheduler.waiting or self._shortage(request := scheduler.first()):
             return 0
-        return self._num_wanted(request) * min(len(scheduler.waiting), self._options.max_batch_size - len(scheduler.running))
+        num_places = min(len(scheduler.waiting), self._options.max_batch_size - len(scheduler.running))
+        return self._num_wanted(request) * (1 if request.siblings else num_places)  # which then await it
 
     def _most_prompt_tokens(self) -> int:
         """Return how many tokens the requests that do not decode may have together.
@@ -86,10 +87,11 @@ class RowChooser:
         """
         num_decodes = len(self._plan.requests)
         most, limit = min(self._budget, self._options.max_prefill_tokens or self._budget), self._scheduler.prefill_limit
+        num_drafts = sum([request.most_drafts(self._max_draft_tokens) for request in self._plan.requests])
+        left = max(self._budget - num_drafts, -(-most // 2))
         if limit is not None and num_decodes and most > 1:
             most = limit(num_decodes, sum([request.num_computed_tokens for request in self._scheduler.running]), most)
-        num_drafts = sum([request.most_drafts(self._max_draft_tokens) for request in self._plan.requests])
-        return min(most, max(self._budget - num_drafts, -(-most // 2)))
+        return min(most, left)
 
     def _chunk(self, request: Request, num_behind: int) -> int:
         """Return how many tokens a running request that does not decode gets, if those behind it want ``num_behind``.
@@ -120,7 +122,7 @@ class RowChooser:
     def _add_drafts(self) -> None:
         """Let the rows that reach their roots draft, the first ones first, as far as there are tokens and free blocks."""
         plan, kv = self._plan, self._kv
-        for i, request in enumerate(plan.requests):
+        for i, request in enumerate(plan.requests if self._max_draft_tokens else ()):
             num_drafts = min(request.most_drafts(self._max_draft_tokens), self._budget)
             if num_drafts and plan.reaches_root(i):
                 plan.draft_budgets[i] = min(num_drafts, kv.most_slots(request) - request.num_tokens)
@@ -134,12 +136,12 @@ class RowChooser:
             request = scheduler.first()
             if (shortage := self._shortage(request)) is not None:
                 return shortage
-            if self._prompt_budget <= 0:
-                return "tokens"
             is_delayed = self._kv.awaits_sibling(request) or (request.is_swapped and bool(self._plan.requests))
-            num_free = pool.num_free
+            if self._prompt_budget <= 0 and not is_delayed:
+                return "tokens"
+            num_free, num_kept = pool.num_free, self._num_blocks_kept_free(request)
             scheduler.start(request)
-            self._num_spare_blocks -= num_free - pool.num_free + self.num_missing_blocks([request])
+            self._num_spare_blocks -= num_free - pool.num_free + self.num_missing_blocks([request]) + num_kept
             if not is_delayed:  # else its KV arrives beside this step's passes, or with later ones
                 self._kv.await_copies()
                 num_tokens = min(self._num_wanted(request), self._prompt_budget)
@@ -154,11 +156,10 @@ class RowChooser:
         scheduler = self._scheduler
         if len(scheduler.running) >= self._options.max_batch_size:
             return "requests"
-        num_blocks = self.num_missing_blocks([request]) + self._num_blocks_kept_free(request)
-        has_preempted = scheduler.counters.num_preemptions > self._num_preemptions  # there is no room for those that run
-        if has_preempted or (scheduler.running and num_blocks > self._num_spare_blocks):
+        if scheduler.counters.num_preemptions > self._num_preemptions:  # there is no room for those that run
             return "blocks"
-        return None
+        num_blocks = self.num_missing_blocks([request]) + self._num_blocks_kept_free(request)
+        return "blocks" if scheduler.running and num_blocks > self._num_spare_blocks else None
 
     def _displace(self) -> None:
         """Preempt running requests for the first waiting one, if the policy lets it take their place and it then joins."""
