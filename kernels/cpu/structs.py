@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titan.core.attention import AttentionSpec, Chunk, LayerSpec
+from titan.core.attention import AttentionSpec, Chunk, LayerSpec, window_length
 from titan.core.batch import AttentionLayout
 from titan.core.growth import ShapePlan
 from titan.core.kv_tensor import SCALE_BYTES
@@ -149,8 +149,7 @@ def spec_struct(
     spec: AttentionSpec, num_heads: int, num_kv_heads: int, head_dim: int, is_latent: bool, sinks: Tensor | None
 ) -> SpecStruct:
     """Return what the attention of a layer computes as the library reads it; the sinks must outlive it."""
-    is_chunked = isinstance(spec.window, Chunk)
-    window = spec.window.size if isinstance(spec.window, Chunk) else NO_WINDOW if spec.window is None else spec.window
+    is_chunked, window = isinstance(spec.window, Chunk), NO_WINDOW if spec.window is None else window_length(spec.window)
     value_dim = head_dim if spec.value_dim is None else spec.value_dim
     numbers = num_heads, num_kv_heads, head_dim, spec.scale, spec.softcap or 0.0, window, is_chunked, value_dim, is_latent
     return SpecStruct(*numbers, None if sinks is None else sinks.data_ptr())

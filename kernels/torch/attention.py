@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan.core.attention import AttentionSpec, Chunk, Window, visible_slots
+from titan.core.attention import AttentionSpec, Window, visible_slots, window_length
 from titan.core.batch import AttentionLayout
 from titan.kernels.torch.quantised_kv import dequantise
 
@@ -36,8 +36,7 @@ class RequestQuery:
     def visible(self, window: Window) -> Tensor | None:
         """Return what each query sees, bool [query, seq_len]; ``None``: it is causal, and the queries are the whole sequence."""
         if window not in self._visible:
-            length = self.seq_len if window is None else window.size if isinstance(window, Chunk) else window
-            is_plain = self._is_causal and length >= self.seq_len
+            is_plain = self._is_causal and (window is None or window_length(window) >= self.seq_len)
             visible = None if is_plain else torch.from_numpy(visible_slots(self._layout, self._index, window)).to(self._device)
             self._visible[window] = visible
         return self._visible[window]

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan.core.attention import Chunk, LayerSpec, Window
+from titan.core.attention import LayerSpec
 from titan.kernels.triton.tools import FLOAT_DTYPES
 from titan.kernels.triton.tuning import TileConfig, tile_config
 
@@ -74,11 +74,6 @@ def window_sizes(positions, window, CHUNKED: tl.constexpr):
     if CHUNKED:
         sizes = positions % window + 1
     return sizes
-
-
-def window_length(window: Window) -> int:
-    """Return the positions of a window, or of a chunk; 0: there is none."""
-    return window.size if isinstance(window, Chunk) else window or 0
 
 
 @dataclass(frozen=True, slots=True)

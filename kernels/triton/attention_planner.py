@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan.core.attention import Chunk, Window
+from titan.core.attention import Chunk, Window, window_length
 from titan.core.limits import MAX_NODES
 from titan.kernels.triton.attention_plan import (
     MAX_REQUESTS,
@@ -31,7 +31,6 @@ from titan.kernels.triton.attention_plan import (
     TileLaunch,
     store_merges,
     store_tiles,
-    window_length,
     window_sizes,
 )
 from titan.kernels.triton.tools import require, require_launchable

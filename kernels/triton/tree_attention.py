@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan.core.attention import AttentionSpec, Chunk
+from titan.core.attention import AttentionSpec, Chunk, window_length
 from titan.core.kv_tensor import kv_planes
 from titan.kernels.triton.attention_plan import (
     MERGE_FIELDS,
@@ -31,7 +31,6 @@ from titan.kernels.triton.attention_plan import (
     DeviceLayout,
     TileLaunch,
     load_tile,
-    window_length,
     window_sizes,
 )
 from titan.kernels.triton.attention_planner import TreeAttentionPlan

@@ -25,6 +25,11 @@ Window = int | Chunk | None
 """Number of positions that a token attends to in a layer, its own included; ``None`` = all."""
 
 
+def window_length(window: Window) -> int:
+    """Return the positions of a window, or of a chunk; 0: there is none."""
+    return window.size if isinstance(window, Chunk) else window or 0
+
+
 def window_sizes(window: int | Chunk, positions: Ints) -> Ints:
     """Return how many positions tokens at these positions attend to, their own included: [T] -> int64 [T]."""
     return positions % window.size + 1 if isinstance(window, Chunk) else np.full_like(positions, window)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from titan.core.arrays import Ints
-from titan.core.attention import AttentionSpec, Chunk, LayerSpec, kv_groups
+from titan.core.attention import AttentionSpec, LayerSpec, kv_groups, window_length
 from titan.core.checks import check_choice, check_integer, check_number, shown
 from titan.core.dtypes import RUN_DTYPES
 from titan.core.kv_tensor import KVLayout
@@ -217,8 +217,7 @@ def num_positions(config: Any, longest: int) -> int:
 def within(layer: LayerSpec, num_positions: int) -> LayerSpec:
     """Return a layer of a model with this many positions, without a window that none of them can leave."""
     window = layer.attention.window
-    size = window.size if isinstance(window, Chunk) else window
-    is_idle = size is not None and size >= num_positions
+    is_idle = window is not None and window_length(window) >= num_positions
     return replace(layer, attention=replace(layer.attention, window=None)) if is_idle else layer
 
 
