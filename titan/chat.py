@@ -46,8 +46,13 @@ class ChatTemplate:
         continue_final_message: bool,
         tools: Any,
     ) -> None:
-        own = {"chat_template": chat_template, "add_generation_prompt": add_generation_prompt}
-        self._options = _read_options({**own, "continue_final_message": continue_final_message, "tools": tools}, kwargs)
+        own = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+        }
+        self._options = _read_options(own, kwargs)
         if tokenizer is None or not (chat_template or tokenizer.chat_template):
             raise ValueError("chat() needs a tokenizer with a chat template, and the model has none: use generate()")
         self._tokenizer = tokenizer

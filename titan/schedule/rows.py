@@ -41,12 +41,13 @@ class RowChooser:
         self._num_preemptions = scheduler.counters.num_preemptions
         for request in [each for each in scheduler.running if each.num_uncomputed_tokens == 1]:
             self._add_running(request, 1)
-        if scheduler.waiting and len(scheduler.running) < self._options.max_batch_size:
+        may_join = scheduler.waiting and len(scheduler.running) < self._options.max_batch_size
+        if may_join:
             self._num_spare_blocks = self._kv.pool.num_free - self.num_missing_blocks(scheduler.running)
         prefills = [each for each in scheduler.running if each.num_uncomputed_tokens > 1]
         wanted = [self._num_wanted(each) for each in prefills]
         num_behind = sum(wanted) + (self._num_wanted_by_waiting() if prefills else 0)
-        self._prompt_budget = self._most_prompt_tokens() if prefills or scheduler.waiting else 0
+        self._prompt_budget = self._most_prompt_tokens() if prefills or may_join else 0
         for request, num_wanted in zip(prefills, wanted, strict=True):
             num_behind -= num_wanted
             if num_wanted and self._prompt_budget and scheduler.ensure_kv(request):
