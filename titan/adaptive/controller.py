@@ -236,7 +236,7 @@ class Controller:
         prices = self._prices = Prices(load, self.costs)
         has_prompts = load.num_lasting != len(load.candidates)
         plain_seconds = self.costs.plain_seconds(load._replace(num_rows=load.num_lasting)) if has_prompts else prices.plain_seconds
-        per_missing = len(load.candidates) * prices.row_seconds / plain_seconds
+        per_missing = len(load.candidates) * prices.missing_row_seconds / plain_seconds
         sure = [
             max(0.0, p - min(1.0, (each.num_missing - 1) * per_missing) * estimates.mean_error * sqrt(p * (1 - p)))
             for p, each in zip(estimates.means, load.candidates, strict=True)
@@ -249,7 +249,7 @@ class Controller:
             self._hoped = best(estimates.bounds, prices, self.drafting_yield.factor).num_nodes
         may_new_draft = self.optimum.drafts or self._may_new_draft(load, prices)
         num_drafts = max(each.num_drafts for each in (self.fleet, *self._compared))  # some teach nothing about others
-        self._standing.renew(load, self.optimum.drafts, may_new_draft, num_drafts, plain_seconds)
+        self._standing.renew(load, sum(self.optimum.num_nodes), may_new_draft, num_drafts, plain_seconds)
 
     def _may_new_draft(self, load: Load, prices: Prices) -> bool:
         """Whether drafting may pay for a new request, although it does not for those."""
@@ -280,6 +280,8 @@ class Controller:
         if self._has_compared:
             self._standing.note_comparison(outcome.deciding_seconds)
         self._unlearned.append((self._load, decision, outcome))
+        if decision.is_steady and decision.drafts:
+            self._standing.note_drafts(outcome.num_accepted)
         self._num_repeats = int(decision.is_steady and outcome.num_nodes > 0 and self._standing.num_left > 0)
         if decision.probed or not decision.drafts:
             self._learn()
@@ -287,62 +289,68 @@ class Controller:
             self._standing.num_left = 0
 
     def _learn(self) -> None:
-        """Learn from the steps that were observed, and from short ones that repeat a decision together."""
-        together, seconds = list[Outcome](), 0.0
+        """Learn from the steps that were observed."""
+        steps = self._steps_together()
+        for each in steps:  # before the costs that they were planned by change
+            self._note_yield(*each)
+        for each in steps:
+            self._learn_from(*each)
+        self._unlearned.clear()
+
+    def _steps_together(self) -> list[tuple[Load, Decision, Outcome, int]]:
+        """Return what came in all of steps that are learned from together, short ones that repeat a decision, and their number."""
+        together, seconds, steps = list[Outcome](), 0.0, list[tuple[Load, Decision, Outcome, int]]()
         for (load, decision, outcome), following in zip_longest(self._unlearned, self._unlearned[1:]):
             together.append(outcome)
             seconds += outcome.seconds
             # the first drafts of all stand alone
-            is_repeated = following is not None and following[1] is decision and self.costs.host.has_drafted
+            is_repeated = following is not None and following[1] is decision and (steps or self.costs.host.has_drafted)
             if following is None or not is_repeated or seconds + following[2].seconds > LEARNED_TOGETHER:
-                self._learn_from(load, decision, together)
+                steps.append((load, decision, Outcome.total(together), len(together)))
                 together, seconds = [], 0.0
-        self._unlearned.clear()
+        return steps
 
-    def _learn_from(self, load: Load, decision: Decision, outcomes: Sequence[Outcome]) -> None:
+    def _learn_from(self, load: Load, decision: Decision, total: Outcome, num_steps: int) -> None:
         n = len(load.candidates)
         if decision.reviewed:  # what such a step takes says little of others
-            self.costs.note_review(load, len(decision.reviewed), outcomes[0])
+            self.costs.note_review(load, len(decision.reviewed), total)
         elif decision.drafts:
-            self.costs.note_drafting(load, outcomes, decision.num_nodes)
-            self._note_yield(load, decision, outcomes)
+            self.costs.note_drafting(load, total, decision.num_nodes, num_steps)
         else:
-            self.costs.note_plain(load, n, outcomes[0])
+            self.costs.note_plain(load, n, total)
         if not n:
             return
-        self._age_counts(load, decision, outcomes)
-        plain_seconds, is_probe = self.costs.plain_seconds(load), decision.is_probe
-        for each in outcomes:
-            num_accepted = each.num_accepted if decision.drafts or decision.reviewed else None
-            self._probes.observe(each.seconds + each.deciding_seconds, plain_seconds, num_accepted, n, is_probe=is_probe)
+        self._age_counts(load, decision, num_steps)
+        num_accepted = total.num_accepted if decision.drafts or decision.reviewed else None
+        seconds, plain_seconds = total.seconds + total.deciding_seconds, self.costs.plain_seconds(load)
+        self._probes.observe(seconds, plain_seconds, num_accepted, n, is_probe=decision.is_probe, num_steps=num_steps)
 
-    def _note_yield(self, load: Load, decision: Decision, outcomes: Sequence[Outcome]) -> None:
+    def _note_yield(self, load: Load, decision: Decision, total: Outcome, num_steps: int) -> None:
         """Compare what steps brought with what was planned, if they had nothing else to do, and the plan was for such steps."""
         planned, prices, n = self.optimum, self._prices, len(load.candidates)
-        if prices is None or not n == load.num_rows == prices.load.num_lasting:
+        if not decision.drafts or decision.reviewed or prices is None or not n == load.num_rows == prices.load.num_lasting:
             return
         drafting, has_passes = [i for i, count in enumerate(decision.num_nodes) if count], self.costs.draft is not None
         more = planned.seconds - prices.plain_seconds
         is_fed = not has_passes or all(load.candidates[i].is_fed for i in drafting)
         is_as_planned = is_fed and decision.num_nodes == planned.num_nodes
-        has_failed = has_passes and not any(each.num_nodes or each.num_draft_passes for each in outcomes)
+        has_failed = has_passes and not total.num_nodes and not total.num_draft_passes
         if more < LEAST_MORE * prices.plain_seconds or not (is_as_planned or has_failed):
             return
         chains = [(decision.num_nodes[i], self._estimates.means[i]) for i in drafting]
-        planned_gain = sum([p * (1 - p**count) / (1 - p) if p < 1 else count for count, p in chains])
-        for each in outcomes:
-            promised = planned_gain
-            if each.num_draft_passes or not has_passes:  # else they are not known, and those that were planned
-                real = prices.step(len(drafting), each.num_draft_passes, each.num_draft_rows, each.num_nodes)
-                promised *= min(max((real - prices.plain_seconds) / more, 1 / MOST_LONGER), MOST_LONGER)
-            self.drafting_yield.note(each.num_accepted, promised)
+        promised = num_steps * sum([p * (1 - p**count) / (1 - p) if p < 1 else count for count, p in chains])
+        if total.num_draft_passes or not has_passes:  # else they are not known, and those that were planned
+            num_passes, rows_seconds = total.num_draft_passes / num_steps, total.num_draft_rows / num_steps * prices.row_seconds
+            real = prices.step(len(drafting), num_passes, rows_seconds, total.num_nodes / num_steps)
+            promised *= min(max((real - prices.plain_seconds) / more, 1 / MOST_LONGER), MOST_LONGER)
+        self.drafting_yield.note(total.num_accepted, promised, num_steps)
 
-    def _age_counts(self, load: Load, decision: Decision, outcomes: Sequence[Outcome]) -> None:
+    def _age_counts(self, load: Load, decision: Decision, num_steps: int) -> None:
         """Let older drafts count less."""
         if not decision.drafts and not decision.reviewed:
-            self._idle(load.candidates, len(outcomes))
+            self._idle(load.candidates, num_steps)
             return
-        fade, reviewed = IDLE_FADE ** len(outcomes), decision.reviewed
+        fade, reviewed = IDLE_FADE**num_steps, decision.reviewed
         for i, (count, candidate) in enumerate(zip(decision.num_nodes, load.candidates, strict=True)):
             if not count and i not in reviewed:
                 candidate.counts.fade(fade)

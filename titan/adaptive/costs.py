@@ -51,6 +51,14 @@ class Costs:
         per_row = min(max((second - first) / n, 0.0), first / n)
         return first - n * per_row, per_row
 
+    def missing_row_seconds(self, load: Load) -> float:
+        """Return the seconds of each row that feeds the draft what it has missed: many at once, each may take longer than a few."""
+        n, num_missing = len(load.candidates), sum([each.num_missing - 1 for each in load.candidates])
+        if self.draft is None or num_missing <= 0:
+            return 0.0
+        few, many = self.draft.predict(n, load.num_context_tokens), self.draft.predict(n + num_missing, load.num_context_tokens)
+        return max(many - few, 0.0) / num_missing
+
     def note_plain(self, load: Load, num_requests: int, outcome: Outcome, num_unseen: int = 0) -> None:
         """Learn from a step without drafts.
 
@@ -72,28 +80,26 @@ class Costs:
         if num_requests:
             self._note_host(num_requests, 0, outcome.host_seconds, is_cold)
 
-    def note_drafting(self, load: Load, outcomes: Sequence[Outcome], num_nodes: Sequence[int]) -> None:
+    def note_drafting(self, load: Load, total: Outcome, num_nodes: Sequence[int], num_steps: int = 1) -> None:
         """Learn from steps with drafts that were decided on together, from their means.
 
         Args:
             load: of each of these steps.
-            outcomes: of the steps, at least one.
+            total: of their outcomes.
             num_nodes: that each candidate was to draft.
+            num_steps: number of the steps.
         """
-        num_steps = len(outcomes)
         is_cold = self._count_steps(num_steps, is_drafting=True)
         n, num_drafting = len(load.candidates), sum(map(bool, num_nodes))
-        self._note_host(n, num_drafting, sum([each.host_seconds + each.deciding_seconds for each in outcomes]) / num_steps, is_cold)
+        self._note_host(n, num_drafting, (total.host_seconds + total.deciding_seconds) / num_steps, is_cold)
         if load.num_rows != n:  # what prompts take says little of what decodes do
             return
-        rows, context = n + sum([each.num_nodes for each in outcomes]) / num_steps, load.num_context_tokens
-        target_seconds = sum([each.target_seconds for each in outcomes]) / num_steps
-        _note_pass(self.target, (rows, context), target_seconds, is_cold, is_alternating=True, num_steps=num_steps)
+        rows, context, seconds = n + total.num_nodes / num_steps, load.num_context_tokens, total.target_seconds / num_steps
+        _note_pass(self.target, (rows, context), seconds, is_cold, is_alternating=True, num_steps=num_steps)
         is_caught_up = all(each.is_fed for count, each in zip(num_nodes, load.candidates, strict=True) if count)
-        num_passes = sum([each.num_draft_passes for each in outcomes])
-        if self.draft is not None and num_passes and is_caught_up:
-            per_pass = max(1.0, sum([each.num_draft_rows for each in outcomes]) / num_passes)
-            seconds = sum([each.draft_seconds for each in outcomes]) / num_passes
+        if self.draft is not None and total.num_draft_passes and is_caught_up:
+            per_pass = max(1.0, total.num_draft_rows / total.num_draft_passes)
+            seconds = total.draft_seconds / total.num_draft_passes
             _note_pass(self.draft, (per_pass, context * num_drafting / n), seconds, is_cold, num_steps=num_steps)
 
     def note_review(self, load: Load, num_reviewed: int, outcome: Outcome) -> None:

@@ -57,6 +57,11 @@ class Outcome(NamedTuple):
     review_rows: int = 0  # of the draft's pass that reviews requests
     review_seconds: float = 0.0  # of that pass; 0: nobody knows
 
+    @classmethod
+    def total(cls, outcomes: Sequence[Outcome]) -> Outcome:
+        """Return the sums of several, at least one."""
+        return cls(*map(sum, zip(*outcomes, strict=True)))
+
     @property
     def host_seconds(self) -> float:
         """Seconds beside the passes."""

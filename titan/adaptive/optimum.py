@@ -56,43 +56,46 @@ class Prices:
     """
 
     def __init__(self, load: Load, costs: Costs) -> None:
-        n, self.load, self._costs, self._target = len(load.candidates), load, costs, dict[int, float]()
+        n, self.load, self._costs, self._target = len(load.candidates), load, costs, dict[float, float]()
         # of a pass of the draft, without its rows, and of one row more
         self.pass_seconds, self.row_seconds = costs.draft_line(load)
         self.total_weight = sum([each.weight for each in load.candidates])
         self.plain_seconds = costs.decode_seconds(load)  # prefill is paid for anyway: it only makes further rows dearer
         self.off_rate = self.total_weight / self.plain_seconds
-        # Rows of a candidate's first node, as the debts of those that the draft has not been fed are spread.
-        self.first_rows = [
-            1 + (each.num_missing - 1) / min(DEBT_STEPS, max(1.0, DEBT_SHARE * each.num_remaining)) for each in load.candidates
+        self.missing_row_seconds = costs.missing_row_seconds(load)
+        # of a candidate's first row in the draft's pass, as the debts of those that the draft has not been fed are spread
+        self.first_seconds = [
+            self.row_seconds
+            + self.missing_row_seconds * (each.num_missing - 1) / min(DEBT_STEPS, max(1.0, DEBT_SHARE * each.num_remaining))
+            for each in load.candidates
         ]
         self.host = [0.0, *[costs.host.predict(n, 1 << octave) for octave in range(n.bit_length())]]  # by octaves of drafting ones
         self._prefill = 0.0 if load.num_lasting == n else self._pass(0) - costs.target.predict(n, load.num_context_tokens, True)
 
-    def target(self, num_nodes: int) -> float:
+    def target(self, num_nodes: float) -> float:
         """Return the seconds of the target's pass with these nodes, prefill left out."""
         seconds = self._target.get(num_nodes)
         if seconds is None:
             seconds = self._target[num_nodes] = self._pass(num_nodes) - self._prefill
         return seconds
 
-    def step(self, num_drafting: int, num_passes: int, num_rows: float, num_nodes: int) -> float:
+    def step(self, num_drafting: int, num_passes: float, rows_seconds: float, num_nodes: float) -> float:
         """Return the seconds of a step, prefill left out.
 
         Args:
             num_drafting: candidates that draft, at least 1.
             num_passes: of the draft.
-            num_rows: of all these passes.
+            rows_seconds: of all rows of these passes.
             num_nodes: that are verified.
         """
-        of_draft = num_passes * self.pass_seconds + num_rows * self.row_seconds
+        of_draft = num_passes * self.pass_seconds + rows_seconds
         return self.host[num_drafting.bit_length()] + of_draft + self.target(num_nodes)
 
     def slope(self, low: int, high: int) -> float:
         """Return the seconds of a node in the target's pass, between two numbers of nodes."""
         return max(self.target(high) - self.target(low), 0.0) / (high - low)
 
-    def _pass(self, num_nodes: int) -> float:
+    def _pass(self, num_nodes: float) -> float:
         return self._costs.target.predict(self.load.num_lasting + num_nodes, self.load.num_context_tokens, True)
 
 
@@ -116,7 +119,7 @@ def best(acceptance: Sequence[float], prices: Prices, yield_factor: float = 1.0,
     for num_passes in _grid(max(depth for _, depth, _ in nodes), GRID_DEPTHS):
         reached = [each for each in nodes if each[1] <= num_passes]
         num_drafting = list(accumulate([depth == 1 for _, depth, _ in reached]))
-        rows = list(accumulate([prices.first_rows[i] if depth == 1 else 1.0 for _, depth, i in reached]))
+        rows = list(accumulate([prices.first_seconds[i] if depth == 1 else prices.row_seconds for _, depth, i in reached]))
         fewest = 1 + [depth for _, depth, _ in reached].index(num_passes)  # with fewer, the last pass is for nothing
         least_seconds = prices.step(num_drafting[fewest - 1], num_passes, rows[fewest - 1], fewest)
         if prices.total_weight + all_values <= optimum.on_rate * least_seconds:  # not even all nodes would be worth the passes

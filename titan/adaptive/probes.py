@@ -100,23 +100,31 @@ class Probes:
         self.price, self.advance = prices[most], MAX_ADVANCE * step_seconds if hopeful else 0.0
         return order[: most + 1] if self.credit + self.advance >= self.price else ()
 
-    def add_time(self, seconds: float) -> None:
-        """Add a step of this length: a share of it may be spent, and each request has emitted one token more."""
-        self.credit, self.num_waiting = self.credit + PROBE_SHARE * seconds, max(0, self.num_waiting - 1)
+    def add_time(self, seconds: float, num_steps: int = 1) -> None:
+        """Add steps of this length: a share of it may be spent, and each request has emitted one token more in each."""
+        self.credit, self.num_waiting = self.credit + PROBE_SHARE * seconds, max(0, self.num_waiting - num_steps)
 
     def observe(
-        self, seconds: float, plain_seconds: float, num_accepted: int | None, num_requests: int, *, is_probe: bool = False
+        self,
+        seconds: float,
+        plain_seconds: float,
+        num_accepted: int | None,
+        num_requests: int,
+        *,
+        is_probe: bool = False,
+        num_steps: int = 1,
     ) -> None:
-        """Add a step to the account.
+        """Add steps to the account.
 
         Args:
-            seconds: of the step, with deciding on it.
-            plain_seconds: that it would have taken without drafts.
-            num_accepted: drafted tokens that were accepted; ``None``: nothing was drafted or reviewed.
+            seconds: of the steps, with deciding on them.
+            plain_seconds: that each would have taken without drafts.
+            num_accepted: drafted tokens that were accepted; ``None``: nothing was drafted or reviewed, in a single step.
             num_requests: that emitted tokens.
             is_probe: whether a probe was all that there was; what drafting loses that seemed to pay is not owed without end.
+            num_steps: number of the steps.
         """
-        self.add_time(seconds)
+        self.add_time(seconds, num_steps)
         before = self.credit
         if num_accepted is None:
             if self.num_cold:
@@ -124,7 +132,7 @@ class Probes:
                 self.num_cold -= 1
         else:
             self.num_cold = COLD_STEPS
-            saved = (1 + num_accepted / num_requests) * plain_seconds - seconds
+            saved = (num_steps + num_accepted / num_requests) * plain_seconds - seconds
             if is_probe:
                 saved = max(saved, -MAX_LOSS * max(self.price, plain_seconds))
             self.credit = min(self.credit + saved, max(self.credit, 0.0))  # gains make up for losses, but are not spent

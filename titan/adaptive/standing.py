@@ -7,9 +7,16 @@ from dataclasses import dataclass, field
 from titan.adaptive.host_time import SecondsByCount
 from titan.adaptive.load import Load
 
-DWELL = 8
-"""Most steps for which an optimum stands if there are as many requests and rows; more where comparing takes long, but no more than
-there are drafts that it goes by, of which older ones count less: in the end, 14."""
+DWELL, LONGEST_DWELL = 8, 64
+"""Most steps for which an optimum stands if there are as many requests and rows, but no more than there are drafts that it goes by;
+and where comparing takes long, and comes out alike time after time: twice as many each time."""
+
+ALIKE = 1 / 4
+"""Share of the nodes by which outcomes that are alike may differ."""
+
+LACK = 2.0
+"""Steps' worth of what drafts used to bring, and tokens besides, that they may bring less than half of that before it stands no
+longer: a cumulative sum, Page, "Continuous inspection schemes", 1954."""
 
 OFF_DWELL = 32, 256
 """Least and most steps for which it stands that nothing is drafted."""
@@ -26,7 +33,12 @@ class Standing:
     """How much has changed since settings were compared."""
 
     num_left: int = 0  # steps for which the outcome stands
-    _drafts: bool = False  # what came out
+    _num_nodes: int = 0  # that came out, of all requests
+    _dwell: int = DWELL  # steps that it may stand for
+    _usual: float = 0.0  # tokens that the drafts of a step brought when it stood before; 0: it did not
+    _num_brought: int = 0  # by drafts since settings were compared
+    _num_drafting: int = 0  # steps since that drafted as planned
+    _lack: float = 0.0  # tokens that these brought less than half of what is usual, since they last brought more
     _size: tuple[int, int] = (0, 0)  # requests and rows of that load
     _num_new: int = 0  # requests since
     _may_new_draft: bool = True  # whether it may pay for new requests, although not for those
@@ -36,27 +48,38 @@ class Standing:
         """Return whether the outcome stands for a step, too; see `Controller.rest`."""
         n, rows = self._size
         self._num_new += num_new
-        if self._drafts:
+        if self._num_nodes:
             is_alike = num_requests == n and num_rows.bit_length() == rows.bit_length() and not self._num_new
         else:  # more requests and rows only make drafts dearer
             are_new_few = not self._may_new_draft or self._num_new <= (1 - STEADY) * n
             is_alike = num_new > 0 or (are_new_few and num_requests >= STEADY * n and num_rows >= STEADY * rows)
         return is_alike and self.num_left > 0
 
-    def renew(self, load: Load, drafts: bool, may_new_draft: bool, num_drafts: float, plain_seconds: float) -> None:
+    def note_drafts(self, num_accepted: int) -> None:
+        """Add a step that drafted as planned. If drafts bring much less than they did, the outcome stands no longer."""
+        self._num_brought, self._num_drafting = self._num_brought + num_accepted, self._num_drafting + 1
+        self._lack = max(0.0, self._lack + self._usual / 2 - num_accepted)
+        if self._lack > LACK * (1 + self._usual):
+            self.num_left, self._dwell = 0, DWELL // 2
+
+    def renew(self, load: Load, num_nodes: int, may_new_draft: bool, num_drafts: float, plain_seconds: float) -> None:
         """Begin anew.
 
         Args:
             load: that settings were compared for.
-            drafts: whether any of its requests drafts.
+            num_nodes: that its requests draft.
             may_new_draft: whether it may pay for a new one, although not for those.
             num_drafts: that the outcome goes by.
             plain_seconds: of a step without drafts.
         """
-        self._drafts, self._size, self._num_new = drafts, (len(load.candidates), load.num_lasting), 0
+        is_alike = num_nodes > 0 and abs(num_nodes - self._num_nodes) <= ALIKE * num_nodes
+        self._dwell = min(2 * self._dwell, LONGEST_DWELL) if is_alike else DWELL
+        self._usual = self._num_brought / self._num_drafting if is_alike and self._num_drafting else 0.0
+        self._num_brought, self._num_drafting, self._lack = 0, 0, 0.0
+        self._num_nodes, self._size, self._num_new = num_nodes, (len(load.candidates), load.num_lasting), 0
         self._may_new_draft = may_new_draft
         worth_it = int(self._comparing.predict(len(load.candidates)) / (COMPARE_SHARE * plain_seconds))
-        least, most = (DWELL, int(num_drafts)) if drafts else OFF_DWELL
+        least, most = (DWELL, self._dwell if num_drafts >= DWELL else int(num_drafts)) if num_nodes else OFF_DWELL
         self.num_left = min(most, max(least, worth_it))
 
     def note_comparison(self, seconds: float) -> None:

@@ -84,15 +84,17 @@ class Yield:
         """Return that was seen, as a multiple of that which was planned."""
         return (YIELD_PRIOR + self._num_accepted) / (YIELD_PRIOR + self._num_promised)
 
-    def note(self, num_accepted: int, num_promised: float) -> None:
-        """Add a step.
+    def note(self, num_accepted: int, num_promised: float, num_steps: int = 1) -> None:
+        """Add steps.
 
         Args:
             num_accepted: draft tokens.
             num_promised: those that the planned return would have brought in the time that drafting took.
+            num_steps: number of the steps.
         """
-        self._num_accepted = YIELD_MEMORY * self._num_accepted + num_accepted
-        self._num_promised = YIELD_MEMORY * self._num_promised + num_promised
+        memory = YIELD_MEMORY**num_steps
+        self._num_accepted = memory * self._num_accepted + num_accepted
+        self._num_promised = memory * self._num_promised + num_promised
 
     def fade(self, num_steps: int) -> None:
         """After steps without drafts, let it count less that drafting brought less than planned. If it brought more, that stays."""
