@@ -323,16 +323,6 @@ def test_missing_blocks_are_those_that_leave_the_free_queue(kv: KVCache) -> None
     assert (len(other.block_ids), kv.pool.num_free) == (3, 5), "a failed reservation changes nothing"
 
 
-def test_freed_blocks_are_those_that_neither_others_nor_the_request_share(kv: KVCache) -> None:
-    first, second, other = compute(kv, 13), make_request(range(13)), make_request(range(9))
-    kv.match_prefix(second)
-    assert kv.reserve(second, 17)
-    unrelated = make_request([99] * 9)
-    assert [len(each.block_ids) for each in (first, second)] == [3, 5] and kv.pool.num_free == 3
-    assert [kv.num_freed_blocks([each], unrelated) for each in (first, second)] == [0, 2]
-    assert [kv.num_freed_blocks([first, second], each) for each in (unrelated, other)] == [5, 3]
-
-
 def test_free_evicts_tails_first_and_a_preempted_request_finds_its_blocks_again(kv: KVCache) -> None:
     request = compute(kv, 13)
     kv.free(request)

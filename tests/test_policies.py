@@ -184,6 +184,40 @@ def test_blocks_that_others_share_make_no_room(prompt_len: int, num_displaced: i
     assert [request.num_output_tokens for request in server.requests] == [6, 5, 1]
 
 
+@pytest.mark.parametrize(
+    ("token_id", "prompt_len", "num_displaced"),
+    [(6, 32, 1), (6, 40, 2), (6, 80, 2), (6, 81, 0), (5, 72, 1), (5, 80, 2), (5, 81, 0)],
+)
+def test_blocks_that_victims_share_make_room_once_all_of_them_give_way(token_id: int, prompt_len: int, num_displaced: int) -> None:
+    """A normal request holds one of the eleven blocks, so that ten are the most; of the prompt of token 5, five are computed."""
+    server = Server("priority", max_batch_size=4, num_kv_blocks=11, caching=True)
+    server.add(NORMAL, 1, 5)
+    batch = []
+    for _ in range(2):
+        batch.append(server.add(BATCH, 40, 9))
+        server.step()
+    assert [len(each.block_ids) for each in batch] == [6, 5] and server.scheduler.kv.pool.num_free == 3
+    critical = server.add(CRITICAL, prompt_len, token_id=token_id)
+    server.step()
+    assert sum(each.metrics.num_preemptions for each in batch) == num_displaced
+    assert critical.num_output_tokens == (num_displaced > 0)
+    server.drain()
+
+
+def test_one_that_nobody_can_make_room_for_costs_a_step_one_look_at_each_block() -> None:
+    server = Server("priority", max_batch_size=50, num_kv_blocks=251)
+    server.add(NORMAL, 1, 9)
+    for i in range(40):
+        server.add(BATCH, 40, 9, token_id=i)
+    for _ in range(3):
+        server.step()
+    critical, pool = server.add(CRITICAL, 2007), server.scheduler.kv.pool
+    pool.num_references = Mock(wraps=pool.num_references)  # type: ignore[method-assign]
+    server.step()
+    assert critical in server.scheduler.waiting and server.scheduler.counters.num_preemptions == 0
+    assert 0 < pool.num_references.call_count <= pool.num_blocks
+
+
 def test_a_batch_request_gives_way_once() -> None:
     server = Server("priority")
     batch = server.add(BATCH, 1, 30)

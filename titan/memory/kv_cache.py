@@ -7,8 +7,7 @@ path that is not the first nodes of its tree. It is copied to the swap space and
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, takewhile
 
@@ -88,18 +87,16 @@ class KVCache:
         if not num_held and self.awaits_sibling(request):
             num_held = self._prefixes.num_common_tokens(request) // self.block_size
         elif not num_held:
-            num_held = sum(self.pool.num_references(block_id) > 0 for block_id in self._prefixes.found_blocks(request))
+            num_held = sum(self.pool.num_references(block_id) > 0 for block_id in self.found_blocks(request))
         return max(self._num_blocks_of(num_slots) - num_held, 0)
 
     def most_slots(self, request: Request) -> int:
         """Return how many slots `reserve` may cover for a request: those of its own and of all free blocks."""
         return (len(request.block_ids) + self.pool.num_free) * self.block_size
 
-    def num_freed_blocks(self, victims: Sequence[Request], request: Request) -> int:
-        """Return how many blocks preempting some requests frees for one without blocks: those that neither it nor others share."""
-        num_holders = Counter(chain.from_iterable(each.block_ids for each in victims))
-        wanted = {*self._prefixes.found_blocks(request)}
-        return sum(self.pool.num_references(each) == count for each, count in num_holders.items() if each not in wanted)
+    def found_blocks(self, request: Request) -> Collection[int]:
+        """Return the blocks that a request without blocks finds computed, and need not copy from the swap space."""
+        return self._prefixes.found_blocks(request)
 
     def admit(self, request: Request) -> None:
         """Give a request without blocks what is computed of its tokens: its own blocks in the swap space, or the longest prefix."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -172,12 +173,16 @@ class RowChooser:
         num_lacking = self.num_missing_blocks([*scheduler.running, request]) - kv.pool.num_free
         num_lacking += self._num_blocks_kept_free(request)
         is_full, victims = len(scheduler.running) >= self._options.max_batch_size, list[Request]()
+        wanted, num_holders = {*kv.found_blocks(request)}, Counter[int]()  # of a block, among the victims
         for candidate in candidates:
-            if num_lacking <= kv.num_freed_blocks(victims, request) and (victims or not is_full):
+            if num_lacking <= 0 and (victims or not is_full):
                 break
             victims.append(candidate)
+            num_holders.update(candidate.block_ids)
+            own = [each for each in candidate.block_ids if each not in wanted]
+            num_lacking -= sum([kv.pool.num_references(each) == num_holders[each] for each in own])
             num_lacking -= self.num_missing_blocks([candidate])
-        if num_lacking <= kv.num_freed_blocks(victims, request):
+        if num_lacking <= 0:
             for victim in victims:
                 scheduler.preempt(victim)
 
