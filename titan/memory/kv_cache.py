@@ -87,7 +87,7 @@ class KVCache:
         if not num_held and self.awaits_sibling(request):
             num_held = self._prefixes.num_common_tokens(request) // self.block_size
         elif not num_held:
-            num_held = sum(self.pool.num_references(block_id) > 0 for block_id in self.found_blocks(request))
+            num_held = sum(map(bool, map(self.pool.num_references, self.found_blocks(request))))
         return max(self._num_blocks_of(num_slots) - num_held, 0)
 
     def most_slots(self, request: Request) -> int:
@@ -207,8 +207,9 @@ class KVCache:
         is_known = (request.num_cached_blocks, request.num_draft_marked_blocks) == (num_full_blocks, num_drafted_blocks)
         if is_known or not self.pool.enable_caching:
             return
-        for i in range(request.num_cached_blocks, num_full_blocks):
-            self.pool.register(request.block_ids[i], self._prefixes.block_hash(request, i))
+        new = request.block_ids[request.num_cached_blocks : num_full_blocks]
+        for block_id, block_hash in zip(new, self._prefixes.block_hashes(request, request.num_cached_blocks), strict=False):
+            self.pool.register(block_id, block_hash)
         for block_id in request.block_ids[request.num_draft_marked_blocks : num_drafted_blocks]:
             self.pool.mark_drafted(block_id)
         request.mark_cached(num_full_blocks, num_drafted_blocks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -45,22 +45,21 @@ class PrefixFinder:
         sibling = self.leading_sibling(request)
         num_shared = min(sibling.num_computed_tokens, self.num_common_tokens(request)) // size
         block_ids = dict(enumerate(sibling.block_ids[:num_shared]))  # whether or not they are cached: they are counted as shared
-        swapped, block_hashes, are_drafted = dict[int, int](), list[bytes](), list[int]()
-        for i in range((request.num_tokens - 1) // size if pool.enable_caching else 0):
-            block_hash = self.block_hash(request, i)
-            if i >= num_shared:
-                if (block_id := pool.lookup(block_hash)) is not None:
-                    block_ids[i] = block_id
-                    are_drafted.append(pool.is_drafted[block_id])
-                elif (block_id := space.lookup(block_hash)) is not None:
-                    swapped[i] = block_id
-                    are_drafted.append(space.is_drafted[block_id])
-                else:
-                    break
-            block_hashes.append(block_hash)
+        swapped, are_drafted = dict[int, int](), list[int]()
+        request.hash_chain += sibling.hash_chain[len(request.hash_chain) : num_shared]
+        for i, block_hash in enumerate(self.block_hashes(request, num_shared) if pool.enable_caching else (), num_shared):
+            if (block_id := pool.lookup(block_hash)) is not None:
+                block_ids[i] = block_id
+                are_drafted.append(pool.is_drafted[block_id])
+            elif (block_id := space.lookup(block_hash)) is not None:
+                swapped[i] = block_id
+                are_drafted.append(space.is_drafted[block_id])
+            else:
+                break
         num_drafted_blocks = min(sibling.num_drafted_context // size, num_shared)
         if num_drafted_blocks == num_shared:
             num_drafted_blocks += len(list(takewhile(bool, are_drafted)))
+        block_hashes = request.hash_chain[: num_shared + len(are_drafted)]
         return Prefix(block_ids, swapped, block_hashes, num_drafted_blocks)
 
     def find_swapped(self, request: Request) -> dict[int, int]:
@@ -90,10 +89,11 @@ class PrefixFinder:
         """Return the number of tokens of the prompt, the root excluded, whose KV all siblings have in common."""
         return min(request.num_prompt_tokens, request.num_tokens - 1)
 
-    def block_hash(self, request: Request, i: int) -> bytes:
-        """Return the hash of the request's logical block ``i``, all of whose tokens are committed; it is computed once."""
+    def block_hashes(self, request: Request, start: int) -> Iterator[bytes]:
+        """Yield the hashes of the request's full blocks of committed tokens, from this one on; each is computed once."""
         chain, size = request.hash_chain, self._block_size
-        for end in range(len(chain) * size + size, (i + 1) * size + 1, size):
-            parent = chain[-1] if chain else hash_root(request.terms.cache_salt)
-            chain.append(hash_block(parent, request.token_ids[end - size : end]))
-        return chain[i]
+        for i in range(start, (request.num_tokens - 1) // size):
+            while i >= len(chain):
+                parent, first = chain[-1] if chain else hash_root(request.terms.cache_salt), len(chain) * size
+                chain.append(hash_block(parent, request.token_ids[first : first + size]))
+            yield chain[i]
