@@ -439,6 +439,17 @@ def test_a_prompt_leaves_nothing_to_siblings_that_await_it() -> None:
     assert [world.step(0, Random(0)).num_tokens for _ in range(5)] == [[8], [8], [8], [6], [1, 1, 1]]
 
 
+def test_what_is_computed_of_one_that_waits_is_looked_up_once_in_a_step() -> None:
+    """Although a prompt that runs must know what those behind it want."""
+    world = World(max_batch_size=3, num_kv_blocks=9, max_prefill_tokens=8)
+    for token in (1, 2):
+        world.add([token] * (5 * BLOCK_SIZE), 5, ignore_eos=True)
+    world.step(0, Random(0))
+    world.kv.found_blocks = Mock(wraps=world.kv.found_blocks)  # type: ignore[method-assign]
+    plan = world.step(0, Random(0))
+    assert (len(plan.requests), plan.shortage) == (1, "blocks") and world.kv.found_blocks.call_count == 1
+
+
 def test_siblings_that_need_no_tokens_do_not_hold_up_the_queue() -> None:
     """The short prompt behind them has its tokens as soon as it is the next one, beside the long one."""
     world = World(max_batch_size=5, num_kv_blocks=80, max_prefill_tokens=8)

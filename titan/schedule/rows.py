@@ -33,6 +33,7 @@ class RowChooser:
         self._prompt_budget = 0  # those of them that requests that do not decode may have
         self._num_preemptions = 0  # before the rows were chosen
         self._num_spare_blocks = 0  # free ones that the running requests do not need; they are for those that join
+        self._num_needed = dict[Request, int]()  # blocks for one that waits to start: of a long one, it takes long to say
 
     def choose(self) -> StepPlan:
         """Return a plan with the rows; their slots are yet to be set."""
@@ -160,8 +161,9 @@ class RowChooser:
             return "requests"
         if scheduler.counters.num_preemptions > self._num_preemptions:  # there is no room for those that run
             return "blocks"
-        num_blocks = self.num_missing_blocks([request]) + self._num_blocks_kept_free(request)
-        return "blocks" if scheduler.running and num_blocks > self._num_spare_blocks else None
+        if request not in self._num_needed:
+            self._num_needed[request] = self.num_missing_blocks([request]) + self._num_blocks_kept_free(request)
+        return "blocks" if scheduler.running and self._num_needed[request] > self._num_spare_blocks else None
 
     def _displace(self) -> None:
         """Preempt running requests for the first waiting one, if the policy lets it take their place and it then joins."""
