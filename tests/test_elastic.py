@@ -289,6 +289,26 @@ def test_a_size_that_cannot_be_is_refused_and_costs_nothing(zoo: Zoo, monkeypatc
     assert waiting.error is None
 
 
+def test_memory_that_a_larger_cache_has_yet_to_take_is_not_free(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host has as much free memory after a resize as before, since what no request has had is not written."""
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), block_size=8, num_kv_blocks=40)
+    num_bytes = engine.kv.bytes_per_block
+    monkeypatch.setattr(engine.backend, "free_memory", lambda: 100 * num_bytes)
+    run_all(engine, PROMPTS, PARAMS)
+    engine.resize_kv_cache(140)
+    num_kept = 140 - engine.kv.pool.num_blank
+    for num_touched, num_free in ((num_kept, 0), (100, 60)):
+        engine.kv.pool.release(engine.kv.pool.allocate(num_touched - num_kept))
+        with pytest.raises(ValueError, match=f"={140 + num_free + 1} takes more than the free .* {140 + num_free} are allowed"):
+            engine.resize_kv_cache(140 + num_free + 1)
+        with pytest.raises(ValueError, match=f"and {num_free * num_bytes} are free"):
+            engine.swap_draft(zoo.path("llama~"))
+    engine.kv.pool.release(engine.kv.pool.allocate(140 - num_kept))
+    engine.compact_kv_cache()
+    engine.swap_draft(zoo.path("llama~"))
+    engine.resize_kv_cache(240)
+
+
 def test_a_request_that_was_admitted_for_a_larger_cache_ends_by_name(zoo: Zoo) -> None:
     llm = LLM(zoo.path("llama+text"), dtype="float32", device="cpu", num_kv_blocks=64)
     stream = llm.stream("the", greedy(100, ignore_eos=True))

@@ -301,7 +301,7 @@ class Engine:
         """Check that there is memory for a drafter's KV beside what is in use; return the blocks that the swap space then has."""
         block_size, swap_space = self.kv.block_size, self.config.schedule.swap_space
         own = [] if drafter.kv is None else [drafter.kv]
-        needed, free_memory = self.kv.num_blocks * block_bytes(block_size, own), self.backend.free_memory()
+        needed, free_memory = self.kv.num_blocks * block_bytes(block_size, own), self._free_memory()
         if needed > free_memory:
             raise ValueError(
                 f"the draft {drafter.name!r} takes {needed} bytes for the KV of {self.kv.num_blocks} blocks, and {free_memory} are "
@@ -378,9 +378,14 @@ class Engine:
             )
         self.kv.pool.new_ids(num_blocks, [request.block_ids for request in requests])
         self.scheduler.check_num_blocks(num_blocks)
-        num_allowed = self.kv.num_blocks + self.backend.free_memory() // self.kv.bytes_per_block
+        num_allowed = self.kv.num_blocks + self._free_memory() // self.kv.bytes_per_block
         if num_blocks > num_allowed:
             raise ValueError(f"num_blocks={num_blocks} takes more than the free memory: at most {num_allowed} are allowed")
+
+    def _free_memory(self) -> int:
+        """Return the bytes that can be allocated; what blocks of the caches will take when they are first written is not free."""
+        num_untouched = self.kv.num_blocks - self.kv.pool.num_touched
+        return max(0, self.backend.free_memory() - num_untouched * self.kv.bytes_per_block)
 
     def metrics(self) -> EngineMetrics:
         """Return a snapshot of the engine's totals and state."""

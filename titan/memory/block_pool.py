@@ -31,6 +31,8 @@ class BlockPool:
         self.enable_caching = enable_caching
         self.num_evicted = 0  # cached blocks that were allocated to somebody else, since the start
         self.reset(num_blocks)
+        self.num_touched = num_blocks
+        """How many of the first blocks may have been written; of a cache that was resized, the others take no memory yet."""
 
     def reset(self, num_blocks: int) -> None:
         """Have this many blocks, all of them blank, whatever was before."""
@@ -98,6 +100,7 @@ class BlockPool:
             self._blank[start : start + size] = bytes(size)
             block_ids.extend(range(start, start + size))
             after = block_ids[-1]
+            self.num_touched = max(self.num_touched, after + 1)
         self.num_blank -= count
         return block_ids
 
@@ -188,6 +191,8 @@ class BlockPool:
             num_blocks: new size of the pool.
             new_ids: from `new_ids` of this size; the content of other blocks is forgotten.
         """
+        if num_blocks != self.num_blocks:  # else the caches are the same
+            self.num_touched = len(new_ids)
         ref_counts, is_drafted = [0] * num_blocks, bytearray(num_blocks)
         for old, new in new_ids.items():
             ref_counts[new], is_drafted[new] = self._ref_counts[old], self.is_drafted[old]
