@@ -41,9 +41,9 @@ def kv(ops: Mock) -> KVCache:
     return kv
 
 
-def compute(kv: KVCache, num_tokens: int, num_drafted: int = 0) -> Request:
-    """A request of the tokens 0, 1, ..., all of which but the root have been computed."""
-    request = make_request(range(num_tokens))
+def compute(kv: KVCache, num_tokens: int, num_drafted: int = 0, first_token: int = 0) -> Request:
+    """A request of the tokens 0, 1, ..., or later ones, all of which but the root have been computed."""
+    request = make_request(range(first_token, first_token + num_tokens))
     assert kv.reserve(request, num_tokens)
     request.commit(num_tokens)
     request.cover_draft(num_drafted)
@@ -266,6 +266,30 @@ def test_evicted_prefixes_are_hit_in_the_swap_space(swapping: KVCache, ops: Mock
     assert match(kv, 13)[1:] == (8, 0)
     kv.forget_cached()
     assert match(kv, 13) == ([], 0, 0)
+
+
+def evict(kv: KVCache, request: Request) -> None:
+    """Release a request's blocks, and all blocks to somebody else."""
+    kv.free(request)
+    other = make_request([99] * 32)
+    assert kv.reserve(other, 32)
+    kv.free(other)
+
+
+def test_what_the_draft_has_written_since_is_copied_onto_what_the_swap_space_has(swapping: KVCache, ops: Mock) -> None:
+    evict(swapping, compute(swapping, 13))
+    assert copies(ops.copy_out) == [([2, 1, 0], [0, 1, 2])]
+    for expected in ([([1, 0], [1, 2])], []):
+        evict(swapping, compute(swapping, 13, num_drafted=8))
+        assert copies(ops.copy_out) == expected
+    swapping.check(())
+    assert match(swapping, 13)[1:] == (12, 8)
+
+
+def test_what_is_evicted_again_has_been_used_in_the_swap_space(swapping: KVCache) -> None:
+    for num_tokens, first_token in ((13, 0), (9, 100), (13, 0), (9, 200)):
+        evict(swapping, compute(swapping, num_tokens, first_token=first_token))
+    assert match(swapping, 13)[1:] == (12, 0) and swapping.swap_space.num_hits == 3
 
 
 @pytest.mark.parametrize("error", [MemoryError, KeyError])

@@ -355,23 +355,29 @@ class KVCache:
         return self.pool.allocate(count, after)
 
     def _keep(self, evicted: Sequence[tuple[int, bytes]]) -> None:
-        """Copy cached blocks to the swap space, where they take the place of what was used least recently."""
-        space = self.swap_space.pool
-        new = [each for each in evicted if space.lookup(each[1]) is None][-space.num_free :]
-        if not new:
-            return
-        swapped = space.allocate(len(new))
+        """Copy cached blocks to the swap space, where they take the place of what was used least recently.
+
+        Of those that are there already, only what the draft has written since is copied.
+        """
+        pool, space = self.pool, self.swap_space.pool
+        held = {block_hash: found for _, block_hash in evicted if (found := space.lookup(block_hash)) is not None}
+        space.acquire(held.values())
+        new = [block_hash for _, block_hash in evicted if block_hash not in held]
+        new = new[max(0, len(new) - space.num_free) :]
+        targets = held | dict(zip(new, space.allocate(len(new)), strict=True))
+        kept = [(block_id, block_hash, targets[block_hash]) for block_id, block_hash in evicted if block_hash in targets]
+        copied = [each for each in kept if each[1] not in held or pool.is_drafted[each[0]] > space.is_drafted[each[2]]]
         try:
-            self._copy_out([block_id for block_id, _ in new], swapped)
-            for (block_id, block_hash), target in zip(new, swapped, strict=True):
+            self._copy_out([block_id for block_id, _, _ in copied], [target for _, _, target in copied])
+            for block_id, block_hash, target in copied:
                 space.register(target, block_hash)
-                if self.pool.is_drafted[block_id]:
+                if pool.is_drafted[block_id]:
                     space.mark_drafted(target)
         except Exception as error:
             if not is_out_of_memory(error):  # else these prefixes are forgotten
                 raise
         finally:
-            space.release(swapped)
+            space.release([target for _, _, target in kept])
 
     def _swap_in(self, request: Request) -> None:
         """Move a request's KV back from the swap space; passes may use it after `await_copies`."""
