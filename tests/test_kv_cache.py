@@ -268,6 +268,21 @@ def test_evicted_prefixes_are_hit_in_the_swap_space(swapping: KVCache, ops: Mock
     assert match(kv, 13) == ([], 0, 0)
 
 
+@pytest.mark.parametrize("is_swapped", [True, False])
+def test_what_was_forgotten_is_not_found_again_because_a_request_is_swapped(swapping: KVCache, is_swapped: bool) -> None:
+    request = compute(swapping, 13)
+    assert swapping.swap_out(request)
+    assert match(swapping, 13)[1] == 12
+    if not is_swapped:
+        swapping.admit(request)
+    swapping.forget_cached()
+    for move in (swapping.admit, swapping.swap_out) if is_swapped else (swapping.swap_out, swapping.admit):
+        move(request)
+        assert match(swapping, 13)[1] == 0
+    swapping.free(request)
+    assert match(swapping, 13)[1] == 0
+
+
 def evict(kv: KVCache, request: Request) -> None:
     """Release a request's blocks, and all blocks to somebody else."""
     kv.free(request)

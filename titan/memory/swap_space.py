@@ -116,7 +116,9 @@ def take_blocks(
     allocate: Callable[[int], list[int]],
     copy: Callable[[list[int], list[int]], None],
 ) -> list[int] | None:
-    """Take a reference to each block of a request in a pool: those found there, and copies of the others, which are cached there.
+    """Take a reference to each block of a request in a pool: those found there, and copies of the others.
+
+    These are cached there unless their hashes were forgotten where they come from.
 
     Args:
         pool: where the blocks are to be.
@@ -144,7 +146,7 @@ def take_blocks(
         pool.release(held)
         raise
     for i, block_id in zip(missing, new, strict=True):
-        if i < len(block_hashes):
+        if i < len(block_hashes) and source_pool.lookup(block_hashes[i]) is not None:
             pool.register(block_id, block_hashes[i])
         if source_pool.is_drafted[sources[i]]:
             pool.mark_drafted(block_id)
