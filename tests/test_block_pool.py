@@ -92,8 +92,7 @@ class PoolMachine(RuleBasedStateMachine):
                 self.pool.register(block_id, block_hash)
                 if self.pool.enable_caching and block_hash not in self.hashes.values():
                     self.hashes[block_id] = block_hash
-        self.pool.mark_drafted(table[0])
-        self.is_drafted[table[0]] = True
+        self.pool.is_drafted[table[0]] = self.is_drafted[table[0]] = True
 
     @rule()
     def forget_drafted(self) -> None:
@@ -163,7 +162,7 @@ def test_hits_copies_and_drafted_blocks_of_a_small_pool() -> None:
     pool = BlockPool(2, enable_caching=True)
     for block_id in pool.allocate(2):
         pool.register(block_id, HASHES[0])
-    pool.mark_drafted(0)
+    pool.is_drafted[0] = 1
     assert pool.lookup(HASHES[0]) == 0
     pool.release([0, 1])
     assert pool.allocate(1) == [1], "a copy of what is cached is not worth keeping"

@@ -203,10 +203,6 @@ class BlockPool:
         self._hash_of = {new_ids[block_id]: each for block_id, each in self._hash_of.items() if block_id in new_ids}
         self._block_of = {block_hash: block_id for block_id, block_hash in self._hash_of.items()}
 
-    def mark_drafted(self, block_id: int) -> None:
-        """Record that the current draft has written its KV of the whole block."""
-        self.is_drafted[block_id] = 1
-
     def forget_drafted(self) -> None:
         """Forget what the draft has written: another one, or none, is the current one."""
         self.is_drafted = bytearray(self.num_blocks)

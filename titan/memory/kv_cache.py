@@ -211,7 +211,7 @@ class KVCache:
         for block_id, block_hash in zip(new, self._prefixes.block_hashes(request, request.num_cached_blocks), strict=False):
             self.pool.register(block_id, block_hash)
         for block_id in request.block_ids[request.num_draft_marked_blocks : num_drafted_blocks]:
-            self.pool.mark_drafted(block_id)
+            self.pool.is_drafted[block_id] = 1
         request.mark_cached(num_full_blocks, num_drafted_blocks)
 
     def free(self, request: Request) -> None:
@@ -371,8 +371,7 @@ class KVCache:
             self._copy_out([block_id for block_id, _, _ in copied], [target for _, _, target in copied])
             for block_id, block_hash, target in copied:
                 space.register(target, block_hash)
-                if pool.is_drafted[block_id]:
-                    space.mark_drafted(target)
+                space.is_drafted[target] = pool.is_drafted[block_id]
         except Exception as error:
             if not is_out_of_memory(error):  # else these prefixes are forgotten
                 raise

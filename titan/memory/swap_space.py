@@ -148,7 +148,6 @@ def take_blocks(
     for i, block_id in zip(missing, new, strict=True):
         if i < len(block_hashes) and source_pool.lookup(block_hashes[i]) is not None:
             pool.register(block_id, block_hashes[i])
-        if source_pool.is_drafted[sources[i]]:
-            pool.mark_drafted(block_id)
+        pool.is_drafted[block_id] = source_pool.is_drafted[sources[i]]
     block_ids = {**found, **dict(zip(missing, new, strict=True))}
     return [block_ids[i] for i in range(len(block_ids))]
