@@ -725,7 +725,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=batch_size + random.choice([0, 3, 10, 40]),
             prefill_chunk_size=random.choice([None, random.randint(1, 20)]),
             max_prefill_tokens=random.choice([None, None, random.randint(1, 20)]),
-            prefill_limit=random.choice([None, lambda _decodes, _context, most: 1 + hash(most) % most]),
+            prefill_limit=random.choice([None, lambda _decodes, _context, most: random.randint(1, most)]),
             scheduling_policy=random.choice(["fcfs", "fair", "priority", PriorityPolicy(ageing_s=random.randint(0, 20))]),
             reservation=random.choice(["on_demand", "on_demand", "max_tokens"]),
             max_waiting_requests=6,
