@@ -113,8 +113,9 @@ def test_the_parts_of_split_contexts_have_their_room(tmp_path: Path, monkeypatch
     assert 0 < max(taken) <= profiled
 
 
-def test_passes_that_do_not_fit_are_refused_by_what_makes_them_large(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TritonRunner, "forward", MagicMock(side_effect=torch.OutOfMemoryError))
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError("CUDA error: out of memory")])
+def test_passes_that_do_not_fit_are_refused_by_what_makes_them_large(zoo: Zoo, error: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TritonRunner, "forward", MagicMock(side_effect=error))
     with pytest.raises(ValueError, match=r"max_num_batched_tokens=40 and max_batch_size=3 need more memory than .*: lower them"):
         make_engine(zoo.path("llama"), backend=triton_backend(), **OPTIONS)
 

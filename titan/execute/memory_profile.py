@@ -9,6 +9,7 @@ from torch import Tensor
 from titan.core.batch import QueryRow, build_batch
 from titan.core.kv_tensor import KVTensor
 from titan.core.options import EngineConfig
+from titan.core.out_of_memory import is_out_of_memory
 from titan.core.sampling_params import SamplingParams
 from titan.core.sampling_rows import SamplingRows
 from titan.core.trees import DraftTrees
@@ -37,7 +38,9 @@ def run_largest_pass(backend: Backend, model: Model, config: EngineConfig, limit
     """
     try:
         _run(backend, model, config, limits, max_model_len)
-    except torch.OutOfMemoryError as error:
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
         raise ValueError(
             f"max_num_batched_tokens={config.schedule.max_num_batched_tokens} and max_batch_size={config.schedule.max_batch_size} "
             f"need more memory than {backend.device} has: lower them"
