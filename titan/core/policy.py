@@ -14,7 +14,8 @@ class SchedulingPolicy(Protocol):
 
     It keeps the waiting requests in a structure of its own: a step may not cost more, the more of them there are. ``now`` is in
     seconds of the scheduler's clock, which is that of ``request.metrics.arrival_time``. A request that the policy puts first and
-    that does not fit is waited for; none is passed over.
+    that does not fit is waited for; none is passed over. A subclass need not have `serve` and `end`, nor
+    `displaceable` where nobody gives way to a waiting request.
     """
 
     name: str
@@ -40,5 +41,6 @@ class SchedulingPolicy(Protocol):
     def victim(self, running: Sequence[Request], now: float) -> Request:
         """Return the running request that is preempted for lack of KV blocks, of at least one, in order of their start."""
 
-    def displaceable(self, request: Request, running: Sequence[Request], now: float) -> Sequence[Request]:
+    def displaceable(self, request: Request, running: Sequence[Request], now: float) -> Sequence[Request]:  # noqa: ARG002
         """Return the running requests that may be preempted for the first waiting one, those to go first in front."""
+        return ()

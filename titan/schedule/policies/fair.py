@@ -6,11 +6,12 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 
 from titan.core.checks import check_number, check_text, shown
+from titan.core.policy import SchedulingPolicy
 from titan.core.request import Request
 from titan.schedule.heap import Heap
 
 
-class FairPolicy:
+class FairPolicy(SchedulingPolicy):
     """The waiting request of the user who was given the least service, in order of arrival, starts next.
 
     This is the virtual token counter of Sheng et al., "Fairness in serving large language models" (OSDI 2024). A user's service is
@@ -106,10 +107,6 @@ class FairPolicy:
     def victim(self, running: Sequence[Request], now: float) -> Request:  # noqa: ARG002
         """See `titan.core.policy.SchedulingPolicy`."""
         return max(reversed(running), key=lambda request: self._service[request.terms.user])
-
-    def displaceable(self, request: Request, running: Sequence[Request], now: float) -> Sequence[Request]:  # noqa: ARG002
-        """See `titan.core.policy.SchedulingPolicy`; none."""
-        return ()
 
     def _find_least(self) -> str | None:
         """Return the user of the least service among those who have waiting requests; there must be one."""

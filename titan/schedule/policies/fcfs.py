@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from titan.core.policy import SchedulingPolicy
 from titan.core.request import Request
 
 
-class FcfsPolicy:
+class FcfsPolicy(SchedulingPolicy):
     """Requests start in order of arrival; the latest is preempted, and starts first again."""
 
     name = "fcfs"
@@ -30,16 +31,6 @@ class FcfsPolicy:
         """See `titan.core.policy.SchedulingPolicy`."""
         return next(iter(self._waiting))
 
-    def serve(self, request: Request, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """See `titan.core.policy.SchedulingPolicy`."""
-
-    def end(self, request: Request) -> None:
-        """See `titan.core.policy.SchedulingPolicy`."""
-
     def victim(self, running: Sequence[Request], now: float) -> Request:  # noqa: ARG002
         """See `titan.core.policy.SchedulingPolicy`."""
         return running[-1]
-
-    def displaceable(self, request: Request, running: Sequence[Request], now: float) -> Sequence[Request]:  # noqa: ARG002
-        """See `titan.core.policy.SchedulingPolicy`; none."""
-        return ()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import inf
 
 from titan.core.checks import check_number
+from titan.core.policy import SchedulingPolicy
 from titan.core.request import Request
 from titan.core.terms import PRIORITIES
 from titan.schedule.heap import Heap
@@ -16,7 +17,7 @@ AGED_TURN = 4
 _RANKS = {priority: rank for rank, priority in enumerate(PRIORITIES)}
 
 
-class PriorityPolicy:
+class PriorityPolicy(SchedulingPolicy):
     """Requests start by class, then by deadline, then those with the least work left, then in order of arrival.
 
     Work is in tokens: those to compute again or for the first time, and those that may still be emitted. A request has **aged**
@@ -62,12 +63,6 @@ class PriorityPolicy:
             if self._has_aged(oldest, now):
                 return oldest
         return self._by_key.top()[0]
-
-    def serve(self, request: Request, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """See `titan.core.policy.SchedulingPolicy`."""
-
-    def end(self, request: Request) -> None:
-        """See `titan.core.policy.SchedulingPolicy`."""
 
     def victim(self, running: Sequence[Request], now: float) -> Request:
         """See `titan.core.policy.SchedulingPolicy`."""
