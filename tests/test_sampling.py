@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import stats
 from slow_logits import slow_probs
+from torch import Tensor
 
 from titan.core.random import Purpose, philox, philox_uniform
 from titan.core.sampling_params import SamplingParams
@@ -99,6 +100,35 @@ def test_pytorchs_distribution_is_that_of_transformers_row_by_row(
     probs = make_back_end("torch").sampling.probs(logits, SamplingRows.of([(each, 0, 0) for each in params]))
     for i, each in enumerate(params):
         torch.testing.assert_close(probs[i].double(), slow_probs(logits[i].double(), each), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("back_end", ON_HOST)
+def test_the_cuts_of_a_row_cost_the_others_nothing(back_end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows that are cut, those that are not, and greedy ones, whose options cut nothing; only a wide nucleus is sorted whole."""
+    looked_at, topk, verify = list[tuple[int, int]](), Tensor.topk, make_back_end(back_end).trees.verify
+
+    def counted(values: Tensor, count: int, **options: Any) -> Any:
+        looked_at.append((len(values), count))
+        return topk(values, count, **options)
+
+    monkeypatch.setattr(Tensor, "topk", counted)
+    greedy, plain = SamplingParams(temperature=0.0, top_k=7, top_p=0.9, min_p=0.1), SamplingParams(temperature=1.0)
+    narrow, wide = (SamplingParams(temperature=t, top_p=0.9) for t in (0.1, 5.0))
+    few, all_cuts = SamplingParams(temperature=1.0, top_k=40), SamplingParams(temperature=1.0, top_k=3, top_p=0.7, min_p=0.2)
+    params = [greedy, plain, narrow, greedy, few, wide, plain, all_cuts, plain]
+    logits = torch.randn(len(params), 1500, generator=torch.Generator().manual_seed(0)) * 2
+
+    def final_tokens(index: list[int]) -> list[int]:
+        rows = SamplingRows.of((params[i], i, 9) for i in index)
+        trees = DraftTrees.empty(len(index), torch.device("cpu"))
+        return verify(logits[index], trees, np.arange(len(index)), rows).final_tokens.tolist()
+
+    together = final_tokens([*range(len(params))])
+    assert looked_at == [(4, 40), (4, 512), (1, 1500)]
+    assert together == [token for i in range(len(params)) for token in final_tokens([i])]
+    looked_at.clear()
+    final_tokens([0, 1, 3, 6, 8])
+    assert looked_at == []
 
 
 def test_temperatures_that_float32_cannot_hold_are_greedy() -> None:

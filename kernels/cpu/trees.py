@@ -71,7 +71,8 @@ class CompiledTrees:
         return with_draft_probs(trees, found, self._upload)
 
     def verify(self, logits: Tensor, trees: DraftTrees, rows: Ints, sampling: SamplingRows) -> Verified:
-        if sampling.has_cuts:
+        holds_probs = bool(sampling.is_cut(logits.shape[1]).any())
+        if holds_probs:
             values = self._sampling.probs(logits, sampling.repeat(trees.counts[rows] + 1))
         else:
             values = readable(logits)
@@ -80,7 +81,7 @@ class CompiledTrees:
         nodes, probs, draft_rows = trees.nodes, trees.draft_probs, trees.draft_rows
         matches = None if probs is None else torch.empty((num_trees, 2), dtype=torch.float32)
         struct = TreesStruct(
-            *(num_trees, max_depth, sampling.has_cuts),
+            *(num_trees, max_depth, holds_probs),
             *(address(rows), address(trees.start_loc), address(trees.is_sampled, BOOL), address(sampling.options, OPTIONS)),
             *(nodes.token_ids.data_ptr(), nodes.parents.data_ptr()),
             None if probs is None else probs.data_ptr(),

@@ -16,7 +16,7 @@ from titan.core.sampling_rows import SamplingRows
 from titan.core.trees import Upload
 
 TOP_P_CANDIDATES = 512
-"""Number of most likely tokens searched first for the nucleus; a larger nucleus takes a full sort."""
+"""Number of most likely tokens searched first for the nucleus; rows of a larger nucleus take a full sort."""
 
 TINY_TEMPERATURE = 1e-3
 """Temperature above which no logit of a model overflows when divided by it."""
@@ -64,26 +64,21 @@ def distributions(logits: Tensor, rows: SamplingRows, softmax: Softmax) -> Tenso
     """Compute the distributions that rows are sampled from; see `titan.kernels.interfaces.SamplingOps.probs`."""
     if rows.is_greedy:
         return _certain(logits)
-    temperature, top_k, top_p, min_p = (rows.options[name] for name in ("temperature", "top_k", "top_p", "min_p"))
-    is_greedy = temperature == 0
-    device, vocab_size = logits.device, logits.shape[-1]
+    is_greedy, is_cut = rows.options["temperature"] == 0, rows.is_cut(logits.shape[-1])
+    if is_cut.all():
+        return _cut(logits, rows, softmax)
+    probs = softmax(logits, _column(np.where(is_greedy, np.float32(1), rows.options["temperature"]), logits)[:, 0])
+    if is_greedy.any():
+        probs = torch.where(_column(is_greedy, logits), _certain(logits), probs)
+    if is_cut.any():  # the other rows pay nothing for the cuts
+        index = np.flatnonzero(is_cut)
+        places = torch.from_numpy(index).to(logits.device)
+        probs[places] = _cut(logits[places], rows.take(index), softmax)
+    return probs
 
-    def column(values: NDArray[np.float32] | Flags) -> Tensor:
-        return torch.from_numpy(values).to(device)[:, None]
 
-    probs, cut_logits = _certain(logits) if is_greedy.any() else None, logits
-    limits = np.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size)
-    if (limits < vocab_size).any():
-        cut_logits = _cut_top_k(logits, limits)
-    sampled = softmax(cut_logits, column(np.where(is_greedy, np.float32(1), temperature))[:, 0])
-    if (top_p < 1).any():
-        sampled = _cut_top_p(sampled, column(top_p))
-    if (min_p > 0).any():
-        sampled = sampled.masked_fill(sampled < column(min_p) * sampled.amax(-1, keepdim=True), 0.0)
-    is_cut = (limits < vocab_size) | (top_p < 1) | (min_p > 0)
-    if is_cut.any():  # uncut rows stay as they are, whatever the other rows do
-        sampled = sampled / torch.where(column(is_cut), sampled.sum(-1, keepdim=True), 1.0)
-    return sampled if probs is None else torch.where(column(is_greedy), probs, sampled)
+def _column(values: NDArray[np.float32] | Ints | Flags, like: Tensor) -> Tensor:
+    return torch.from_numpy(values).to(like.device)[:, None]
 
 
 def _certain(logits: Tensor) -> Tensor:
@@ -93,28 +88,43 @@ def _certain(logits: Tensor) -> Tensor:
     return certain.masked_fill_(~best.isfinite(), torch.nan)
 
 
+def _cut(logits: Tensor, rows: SamplingRows, softmax: Softmax) -> Tensor:
+    """Compute the distributions of rows above temperature 0 from which top-k, top-p or min-p may remove tokens."""
+    temperature, top_k, top_p, min_p = (rows.options[name] for name in ("temperature", "top_k", "top_p", "min_p"))
+    vocab_size = logits.shape[-1]
+    limits = np.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size)
+    if (limits < vocab_size).any():
+        logits = _cut_top_k(logits, limits)
+    probs = softmax(logits, _column(temperature, logits)[:, 0])
+    if (top_p < 1).any():
+        probs = _cut_top_p(probs, _column(top_p, logits))
+    if (min_p > 0).any():
+        probs = probs.masked_fill(probs < _column(min_p, logits) * probs.amax(-1, keepdim=True), 0.0)
+    return probs / probs.sum(-1, keepdim=True)
+
+
 def _cut_top_k(logits: Tensor, limits: Ints) -> Tensor:
     """Keep the ``limits`` [n] largest logits of each row; of ties, the first in topk's stable order."""
     vocab_size = logits.shape[-1]
     largest = logits.topk(int(limits[limits < vocab_size].max()), dim=-1)
-    limits_column = torch.from_numpy(limits).to(logits.device)[:, None]
+    limits_column = _column(limits, logits)
     is_kept = torch.arange(largest.indices.shape[1], device=logits.device) < limits_column
     kept = largest.values.masked_fill(~is_kept, float("-inf"))
     cut = torch.full_like(logits, float("-inf")).scatter_(-1, largest.indices, kept)
     return torch.where(limits_column < vocab_size, cut, logits)
 
 
-def _cut_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
+def _cut_top_p(probs: Tensor, top_p: Tensor, num_candidates: int = TOP_P_CANDIDATES) -> Tensor:
     """Keep the smallest set of most likely tokens whose mass reaches ``top_p`` [n, 1]; rows with 1 stay uncut."""
     vocab_size = probs.shape[-1]
-    largest = probs.topk(min(TOP_P_CANDIDATES, vocab_size), dim=-1)
-    is_open = (largest.values.sum(-1, keepdim=True) < top_p) & (top_p < 1)
-    if largest.values.shape[1] < vocab_size and bool(is_open.any()):
-        largest = probs.topk(vocab_size, dim=-1)
+    largest = probs.topk(min(num_candidates, vocab_size), dim=-1)
     mass_before = largest.values.cumsum(-1) - largest.values
     kept = largest.values.masked_fill(mass_before >= top_p, 0.0)
-    nucleus = torch.zeros_like(probs).scatter_(-1, largest.indices, kept)
-    return torch.where(top_p < 1, nucleus, probs)
+    nucleus = torch.where(top_p < 1, torch.zeros_like(probs).scatter_(-1, largest.indices, kept), probs)
+    is_open = ((largest.values.sum(-1, keepdim=True) < top_p) & (top_p < 1))[:, 0]
+    if num_candidates < vocab_size and bool(is_open.any()):
+        nucleus[is_open] = _cut_top_p(probs[is_open], top_p[is_open], vocab_size)
+    return nucleus
 
 
 def softmax_at(logits: Tensor, temperatures: Tensor) -> Tensor:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from titan.core.arrays import Ints
+from titan.core.arrays import Flags, Ints
 from titan.core.sampling_params import SamplingParams
 
 OPTIONS = np.dtype(
@@ -31,20 +31,19 @@ class SamplingRows:
     """Sampling options of n rows."""
 
     options: NDArray[Any]  # [n] of OPTIONS
-    has_cuts: bool  # whether top-k, top-p or min-p may remove tokens in any row, or in any that these were taken from
 
     @classmethod
     def of(cls, rows: Iterable[tuple[SamplingParams, int, int]]) -> SamplingRows:
         """Build the rows from the parameters, seed and position of each; if all are greedy, nothing else is said of them."""
         rows = list(rows)
         if all(params.is_greedy for params, _, _ in rows):
-            return cls(np.zeros(len(rows), OPTIONS), False)
+            return cls(np.zeros(len(rows), OPTIONS))
         options = [(each.temperature, each.top_p, each.min_p, each.top_k, seed, position) for each, seed, position in rows]
-        return cls(np.array(options, OPTIONS), any(each.has_cuts for each, _, _ in rows))
+        return cls(np.array(options, OPTIONS))
 
     def take(self, index: Ints) -> SamplingRows:
         """Return the rows at these indices."""
-        return replace(self, options=self.options[index])
+        return SamplingRows(self.options[index])
 
     def repeat(self, counts: Ints) -> SamplingRows:
         """Repeat each row as often as its count says."""
@@ -54,7 +53,12 @@ class SamplingRows:
         """Return the rows with ``offset`` added to their positions."""
         options = self.options.copy()
         options["position"] += offset
-        return replace(self, options=options)
+        return SamplingRows(options)
+
+    def is_cut(self, vocab_size: int) -> Flags:
+        """Return which rows top-k, top-p or min-p may remove tokens from, [n]; greedy ones keep one in any case."""
+        temperature, top_k, top_p, min_p = (self.options[name] for name in ("temperature", "top_k", "top_p", "min_p"))
+        return (temperature > 0) & (((top_k > 0) & (top_k < vocab_size)) | (top_p < 1) | (min_p > 0))
 
     @property
     def is_greedy(self) -> bool:
