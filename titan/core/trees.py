@@ -245,7 +245,7 @@ class DraftTrees:
 
         Tokens, slots, shapes, and q at the proposed tokens are checked for `DraftTree`s. `DraftTrees`, whose values may be on a
         device, are checked for shapes, dtypes and devices; the drafter is responsible for the values: tokens of the vocabulary,
-        parents before their children, and rows of q that exist, at the roots of sampled trees too.
+        parents before their children, no score above its parent's, and rows of q that exist, at the roots of sampled trees too.
 
         Args:
             proposal: one tree per row of the plan, or all of them ready on the device.
@@ -388,9 +388,10 @@ def _check_tree(
     if tree.num_nodes and not 0 <= token_ids.min() <= token_ids.max() < vocab_size:
         raise ValueError(f"the drafter {drafter!r} proposed token ids {token_ids.tolist()}: allowed are 0 to {vocab_size - 1}")
     slots, probs, scores = tree.draft_slots, tree.draft_probs, tree.scores
-    if scores is not None and not (np.isfinite(scores) & (scores <= 0)).all():
+    if scores is not None and not (np.isfinite(scores) & (scores <= np.append(scores, 0.0)[tree.parents])).all():
         raise ValueError(
-            f"the drafter {drafter!r} gave scores {scores.tolist()}: allowed are log-probabilities, finite and at most 0"
+            f"the drafter {drafter!r} gave scores {scores.tolist()}: allowed are cumulative log-probabilities, finite, at most 0, "
+            f"and none above its parent's"
         )
     if slots is not None and tree.num_nodes and not -1 <= slots.min() <= slots.max() < num_slots:
         raise ValueError(f"the drafter {drafter!r} gave draft_slots {slots.tolist()}: allowed are -1 to {num_slots - 1}")
