@@ -120,6 +120,7 @@ def test_trees_are_joined_as_they_are() -> None:
         assert tree.scores is None or np.array_equal(tree.scores, found.scores)  # type: ignore[arg-type]
 
 
+NO_DISTRIBUTIONS = "gave draft_probs that are no distributions: each row must have numbers from 0 on that add up to 1"
 MISPLACED = "they must be [nodes with children, 9] on cpu, at temperatures above 0 only"
 
 
@@ -147,12 +148,26 @@ def second(**changes: Any) -> list[DraftTree]:
         (second(scores=np.array([-0.5, -0.5, 0.25], np.float32)), "gave scores [-0.5, -0.5, 0.25]: allowed are cumulative"),
         (second(draft_slots=np.array([0, -2, -1])), "gave draft_slots [0, -2, -1]: allowed are -1 to 62"),
         (second(token_ids=np.array([1, 2, 2])), "gave draft_probs that are 0 at tokens that were sampled: q must be above 0 there"),
-        (second(draft_probs=Q * torch.nan), "gave draft_probs that are 0 at tokens that were sampled"),
+        (second(draft_probs=Q.where(Q > 0, torch.nan)), NO_DISTRIBUTIONS),
+        (second(draft_probs=Q.where(Q > 0, torch.inf)), NO_DISTRIBUTIONS),
+        (second(draft_probs=Q + 0.1 * torch.eye(9)[4] - 0.1 * torch.eye(9)[5]), NO_DISTRIBUTIONS),
+        (second(draft_probs=Q * torch.tensor([[1.0], [0.98]])), NO_DISTRIBUTIONS),
+        (second(draft_probs=Q.log_softmax(-1)), NO_DISTRIBUTIONS),
     ],
 )
 def test_proposals_that_would_reach_what_is_not_theirs_are_refused(proposal: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"the drafter 'mine' {message}")):
         of(proposal)
+
+
+def test_a_q_may_have_been_rounded() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for scale in (0.1, 1.0, 3.0, 10.0):
+        q = (torch.randn(99, 5000, generator=generator) * scale).bfloat16().softmax(-1).float()
+        trees = [DraftTree.chain([int(row.argmax())], row[None]) for row in q]
+        limits = TreeLimits([1] * 99, [True] * 99, [1] * 99)
+        upload, device = make_back_end("torch").upload, torch.device("cpu")
+        assert DraftTrees.of(trees, limits, drafter="mine", vocab_size=5000, upload=upload, device=device).num_nodes == 99
 
 
 def on_device(**changes: Any) -> DraftTrees:

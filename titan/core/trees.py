@@ -25,6 +25,9 @@ from titan.core.limits import MAX_NODES
 
 Parents = NDArray[np.int32]
 
+MASS_TOLERANCE = 0.01
+"""How far the sum of a q may be from 1: further than rounding to bfloat16 moves it."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Topology:
@@ -243,9 +246,9 @@ class DraftTrees:
     ) -> DraftTrees:
         """Check a drafter's proposal, before it can reach slots or embeddings that are not the request's.
 
-        Tokens, slots, shapes, and q at the proposed tokens are checked for `DraftTree`s. `DraftTrees`, whose values may be on a
-        device, are checked for shapes, dtypes and devices; the drafter is responsible for the values: tokens of the vocabulary,
-        parents before their children, no score above its parent's, and rows of q that exist, at the roots of sampled trees too.
+        Tokens, slots, shapes, scores and q are checked for `DraftTree`s. `DraftTrees`, whose values may be on a device, are checked
+        for shapes, dtypes and devices; the drafter is responsible for the values: tokens of the vocabulary, parents before their
+        children, no score above its parent's, and rows of q that exist, at the roots of sampled trees too.
 
         Args:
             proposal: one tree per row of the plan, or all of them ready on the device.
@@ -403,9 +406,14 @@ def _check_tree(
             f"the drafter {drafter!r} gave draft_probs of shape {list(probs.shape)} on {probs.device} at temperature {where}: they "
             f"must be [nodes with children, {vocab_size}] on {device}, at temperatures above 0 only"
         )
+    if not ((probs >= 0).all() & ((probs.sum(1) - 1).abs() < MASS_TOLERANCE).all()):
+        raise ValueError(
+            f"the drafter {drafter!r} gave draft_probs that are no distributions: each row must have numbers from 0 on that add up "
+            f"to 1"
+        )
     rows = torch.from_numpy(tree.topology.inner_rows[1 + tree.parents]).to(device)
     q = probs[rows, torch.from_numpy(token_ids).to(device)]
-    if not (q.isfinite() & (q > 0)).all():
+    if not (q > 0).all():
         raise ValueError(
             f"the drafter {drafter!r} gave draft_probs that are 0 at tokens that were sampled: q must be above 0 there"
         )
