@@ -145,8 +145,9 @@ class DraftModelDrafter:
         feeds = []
         for i, (request, num_tokens) in enumerate(zip(plan.requests, plan.num_tokens, strict=True)):
             budget, start = self._budget(request, plan.draft_budgets[i]), request.num_drafted_context
-            is_wanted = request.params.may_draft and (budget > 0 or (plan.feeds_draft(i) and not plan.reaches_root(i)))
-            end = min(request.num_computed_tokens + num_tokens, self.max_len, start + left)
+            may_draft = self._budget(request, request.most_drafts(self.max_draft_tokens)) > 0
+            is_wanted = may_draft and (budget > 0 or (plan.feeds_draft(i) and not plan.reaches_root(i)))
+            end = min(request.num_computed_tokens + num_tokens, start + left)
             if is_wanted and end > start:
                 grows = budget > 0 and end == len(request.token_ids)
                 # a device runs prefill chunks from a graph only if no tree behind them branches

@@ -229,6 +229,7 @@ def test_the_last_position_can_be_reached_and_nothing_is_written_past_it(
 
 @pytest.mark.parametrize(("num_prompt_tokens", "drafts"), [(20, True), (90, False)])
 def test_a_draft_with_fewer_positions_is_fed_and_asked_up_to_its_last(zoo: Zoo, num_prompt_tokens: int, drafts: bool) -> None:
+    """And not at all with a prompt that has as many."""
     engine = make_engine(zoo.path("llama"), zoo.path("short"), num_kv_blocks=64, prefill_chunk_size=16)
     prompt = random_prompts(2, seed=8, max_len=num_prompt_tokens)[1]
     [request] = submit(engine, [prompt], [greedy(60, ignore_eos=True)])
@@ -236,7 +237,7 @@ def test_a_draft_with_fewer_positions_is_fed_and_asked_up_to_its_last(zoo: Zoo, 
     while engine.scheduler.has_unfinished:
         num_drafted.append(request.num_drafted_context)
         engine.step()
-    assert 39 <= max(num_drafted) <= 40
+    assert max(num_drafted) in ((39, 40) if drafts else (0,))
     assert request.output_token_ids == zoo.greedy("llama", prompt, 60, ignore_eos=True)
     assert (request.metrics.num_draft_tokens > 0) == drafts
 

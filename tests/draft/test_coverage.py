@@ -119,6 +119,18 @@ def test_a_steady_request_lacks_one_or_two_tokens_and_a_paused_one_catches_up_at
     assert auditor.num_checked["draft"] == request.num_drafted_context > paused_at
 
 
+@pytest.mark.parametrize(("options", "num_fed"), [({"max_tokens": 1}, 0), ({"max_tokens": 2}, 44), ({"max_draft_tokens": 0}, 0)])
+def test_a_prompt_is_fed_only_if_its_request_may_draft(zoo: Zoo, options: dict[str, Any], num_fed: int) -> None:
+    """The last token needs no drafts."""
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **(AMPLE | {"prefill_chunk_size": 16}))
+    [request] = submit(engine, random_prompts(2, seed=3, max_len=44)[1:], [SamplingParams(temperature=0.0, **options)])
+    most = 0
+    while engine.scheduler.has_unfinished:
+        engine.step()
+        most = max(most, request.num_drafted_context)
+    assert most == num_fed
+
+
 def test_a_draft_that_was_swapped_in_before_an_interrupt_has_seen_nothing(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **AMPLE, swap_space=2**20)
     requests, attach = submit(engine, PROMPTS, [greedy(9)] * len(PROMPTS)), engine.kv.attach
