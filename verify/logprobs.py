@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -79,11 +80,13 @@ def _entries(
 ) -> Iterator[dict[int, Logprob]]:
     """Return for each row a token's entry, then those of the most likely tokens, as many as its count says; -1 = all.
 
-    Makes one copy to the device and one back per `MAX_ROWS` rows.
+    Makes one copy to the device and one back per part of at most `MAX_ROWS` rows; as many tokens are looked at in each row of a
+    part, so that rows of whole vocabularies are in parts of their own.
     """
     vocab_size = logits.shape[-1]
-    for first in range(0, len(rows), MAX_ROWS):
-        part = slice(first, first + MAX_ROWS)
+    for _, run in groupby(range(len(rows)), lambda i: (i // MAX_ROWS, counts[i] < 0)):
+        index = [*run]
+        part = slice(index[0], index[-1] + 1)
         of_part = [vocab_size if count < 0 else min(count, vocab_size) for count in counts[part]]
         row_index, token_index = upload([np.array(rows[part], np.int64), np.array(token_ids[part], np.int64)[:, None]])
         logprobs = logits.index_select(0, row_index).float().log_softmax(-1)
