@@ -46,7 +46,7 @@ from titan.models.config import ModelConfig
 from titan.models.loader import Checkpoint, how_it_runs, load_model, run_dtype
 from titan.schedule.admission import Limits
 from titan.schedule.scheduler import Scheduler
-from titan.verify.accept import collect, launch
+from titan.verify.accept import accept
 from titan.verify.logprobs import prompt_logprobs
 
 
@@ -219,10 +219,9 @@ class Engine:
         marks.append(self.backend.mark())
         logits, prompt_logits = split_logits(batch, self.runner.forward(batch), self.backend.upload)
         marks.append(self.backend.mark())
-        launched = launch(self.backend, plan, trees, batch.logits_start_loc, logits)
-        acceptance = collect(self.backend, launched)
+        acceptance = accept(self.backend, plan, trees, batch.logits_start_loc, logits)
         before, self._ahead = self._ahead, None
-        if launched.verified is None and self._pace is None and not self.backend.is_host:
+        if not batch.logits_start_loc[-1] and self._pace is None and not self.backend.is_host:
             self._ahead = marks[-1]  # of prompts alone: nobody needs their results, or to know how long they take
             watch.times.target += watch.lap()
             if before is not None:

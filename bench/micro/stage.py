@@ -27,7 +27,7 @@ from titan.kernels.torch.runner import TorchRunner, place_nodes
 from titan.models.decoder import Decoder
 from titan.models.files import ModelFiles
 from titan.models.loader import DEMO, open_model, resolve_model
-from titan.verify.accept import collect, launch
+from titan.verify.accept import accept
 
 CONTEXT_LEN = 128
 NUM_DRAFT_TOKENS = 8
@@ -83,8 +83,7 @@ class Stage:
 
     def verify(self) -> Acceptance:
         """Verify the trees."""
-        launched = launch(self.backend, self.plan, self.trees, self.batch.logits_start_loc, self.logits)
-        return collect(self.backend, launched)
+        return accept(self.backend, self.plan, self.trees, self.batch.logits_start_loc, self.logits)
 
 
 class SilentRunner(TorchRunner):

@@ -24,8 +24,7 @@ from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import EMPTY_TREE, DraftTree
-from titan.verify import accept
-from titan.verify.accept import collect, launch
+from titan.verify.accept import accept
 
 BACKEND = make_back_end("torch")
 VOCAB_SIZE = 5
@@ -77,7 +76,7 @@ def run_accept(
     """Of requests with so many rows of logits each."""
     counts = [tree.num_nodes for tree in step_trees]
     plan = StepPlan(list(requests), [1] * len(requests), counts, counts)
-    return collect(BACKEND, launch(BACKEND, plan, host_trees(step_trees), np.cumsum([0, *num_logits]), logits))
+    return accept(BACKEND, plan, host_trees(step_trees), np.cumsum([0, *num_logits]), logits)
 
 
 def target_logits(request: Request, prefix: Sequence[int]) -> Tensor:
@@ -151,8 +150,6 @@ def test_greedy_rows_without_options_are_not_copied(monkeypatch: pytest.MonkeyPa
     def unwanted(*args: Any) -> None:
         raise AssertionError("nothing is to be transformed")
 
-    monkeypatch.setattr(accept, "transform_rows", unwanted)
-    plan = StepPlan([make_request(SamplingParams(temperature=0.0))], [1], [1], [1])
-    logits = torch.randn(2, VOCAB_SIZE)
-    launched = launch(BACKEND, plan, host_trees([DraftTree.chain([3])]), np.array([0, 2]), logits)
-    assert launched.logits is logits and collect(BACKEND, launched).errors == [None]
+    monkeypatch.setattr("titan.verify.accept.transform_rows", unwanted)
+    request = make_request(SamplingParams(temperature=0.0))
+    assert run_accept([request], [DraftTree.chain([3])], [2], torch.randn(2, VOCAB_SIZE)).errors == [None]
