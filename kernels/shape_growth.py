@@ -86,9 +86,9 @@ class ShapeGrowth:
         probs_rows = np.zeros((len(self._plans), 1 + num_nodes), np.int64)
         for i, (plan, start) in enumerate(zip(self._plans, self._starts, strict=False)):
             nodes = slice(len(plan.parents))
-            sources[i, nodes] = (start + plan.node_parents) * self._max_children + plan.ranks
-            parent_slots[i, nodes], slots[i, nodes], bits[i, nodes] = plan.parents, plan.slots, plan.ancestor_bits
-            probs_rows[i, : 1 + len(plan.parents)] = start + plan.inner_rows
+            sources[i, nodes] = (start + plan.node_parents) * self._max_children + plan.shape.child_ranks
+            parent_slots[i, nodes], slots[i, nodes], bits[i, nodes] = plan.parents, plan.slots, plan.shape.ancestor_bits
+            probs_rows[i, : 1 + len(plan.parents)] = start + plan.shape.inner_rows
         index, parents, fed, ancestors, powers = self._backend.upload(
             [sources, parent_slots, slots, bits, np.int64(1) << np.arange(num_nodes)]
         )
@@ -96,7 +96,7 @@ class ShapeGrowth:
         there = ((token_ids >= 0) * powers).sum(1, keepdim=True)
         scores = torch.where((ancestors & ~there) == 0, 0.0, float("-inf"))
         counts = np.array([len(plan.parents) for plan in self._plans])
-        is_chain = np.array([plan.is_chain for plan in self._plans])
+        is_chain = np.array([plan.shape.is_chain for plan in self._plans])
         q = () if self._probs is None else (self._probs, probs_rows)
         return Candidates(self._rows, counts, is_chain, False, token_ids, scores, parents, fed, *q)
 

@@ -38,7 +38,7 @@ def test_depths_ancestors_ranks_and_inner_nodes_follow_from_the_parents(parent_o
     assert shape.child_ranks.tolist() == [parent_of[:node].count(parent) for node, parent in enumerate(parent_of)]
     inner = sorted(set(parent_of))
     assert shape.inner.tolist() == inner
-    assert shape.inner_rows.tolist() == [inner.index(node) if node in inner else -1 for node in range(-1, tree.num_nodes)]
+    assert shape.inner_rows.tolist() == [inner.index(node) if node in inner else 0 for node in range(-1, tree.num_nodes)]
     chain = DraftTree.chain(tree.token_ids)
     assert shape.is_chain == (parent_of == chain.parents.tolist())
     assert chain.parents.tolist() == list(range(-1, len(parent_of) - 1)) and chain.topology.is_chain

@@ -105,7 +105,7 @@ class TreeShapeStruct(ctypes.Structure):
 @lru_cache(maxsize=4096)
 def shape_struct(plan: ShapePlan) -> TreeShapeStruct:
     """Return a shape as the library reads it; the cache keeps the plan alive."""
-    arrays = plan.inner, plan.node_parents, plan.ranks, plan.inner_rows
+    arrays = plan.inner, plan.node_parents, plan.shape.child_ranks, plan.shape.inner_rows
     return TreeShapeStruct(len(plan.parents), plan.inner.shape[1], *(array.ctypes.data for array in arrays))
 
 

@@ -22,7 +22,7 @@ def make_request(temperature: float = 0.0) -> Request:
 def kind_of(spec: GrowthSpec) -> str:
     if isinstance(spec, BeamSpec):
         return "siblings" if spec.width == 1 else "beam"
-    return "sampled" if spec.params is not None else "chain" if spec.plan.is_chain else "shape"
+    return "sampled" if spec.params is not None else "chain" if spec.plan.shape.is_chain else "shape"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -199,7 +199,7 @@ class Case:
             if tree.draft_probs is None or not tree.num_nodes:
                 found.append(Outcome(*reference_match(tree, p, seed, position)))
                 continue
-            q = tree.draft_probs.double()[np.maximum(tree.topology.inner_rows, 0)]
+            q = tree.draft_probs.double()[tree.topology.inner_rows.tolist()]
             path, token = reference_outcome(tree, p.numpy(), q.numpy(), seed, position)
             found.append(Outcome(path, token, (float(p[0, q[0].argmax()]), float(torch.minimum(p[0], q[0]).sum()))))
         return found

@@ -21,7 +21,7 @@ from titan.core.arrays import Ints
 from titan.core.batch import pad_block_tables
 from titan.core.limits import MAX_NODES
 from titan.core.sampling_params import SamplingParams
-from titan.core.trees import Parents, chain_parents, topology
+from titan.core.trees import Parents, Topology, chain_parents, topology
 
 
 class Worth(NamedTuple):
@@ -80,8 +80,7 @@ class ShapePlan:
     """A shape and the arrays needed to fill it; shared by all requests whose trees have the shape."""
 
     parents: Parents  # the path of first children first
-    ancestor_bits: Ints  # [num_nodes]
-    is_chain: bool
+    shape: Topology
     feeds: tuple[Ints, ...]  # the inner nodes by depth, from 1 on
     # int64 [6, num_inner], of the inner nodes, the root first: the node, -1 for the root; depth, 0 for the root; index of the
     # parent among them, 0 for the root; number of earlier children of the parent; ancestor bits; number of children
@@ -90,9 +89,7 @@ class ShapePlan:
     max_children: int
     # of all nodes: [num_nodes] each
     node_parents: Ints  # index of the parent among the inner nodes
-    ranks: Ints
     slots: NDArray[np.int32]  # an inner node is fed at its own index; -1 for a leaf, which is not fed
-    inner_rows: Ints  # [1 + num_nodes], indices of the root and the nodes among the inner ones; 0 for a leaf
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,19 +169,18 @@ def shape_plan(parents: bytes) -> ShapePlan:
     depths = shape.depths[inner]
     columns = depths, node_parents[inner], shape.child_ranks[inner], shape.ancestor_bits[inner]
     num_children = np.bincount(node_parents)
+    slots = np.full(len(parent_of), -1, np.int32)
+    slots[inner] = inner
     feeds = tuple(inner[depths == depth].astype(np.int64) for depth in range(1, int(depths.max(initial=0)) + 1))
     return ShapePlan(
         parents=parent_of,
-        ancestor_bits=shape.ancestor_bits,
-        is_chain=shape.is_chain,
+        shape=shape,
         feeds=feeds,
         inner=np.stack((shape.inner.astype(np.int64), *(np.append(0, column) for column in columns), num_children)),
         num_slots=int(shape.inner[-1]) + 1,
         max_children=int(num_children.max()),
         node_parents=node_parents,
-        ranks=shape.child_ranks,
-        slots=np.where(shape.inner_rows[1:] >= 0, np.arange(len(parent_of), dtype=np.int32), np.int32(-1)),
-        inner_rows=np.maximum(shape.inner_rows, 0),
+        slots=slots,
     )
 
 

@@ -37,7 +37,7 @@ class Topology:
     ancestor_bits: Ints  # [num_nodes]; bit j of entry i says that node j is i or one of its ancestors
     child_ranks: Ints  # [num_nodes], number of earlier children of the node's parent
     inner: NDArray[np.int32]  # [num_inner], the distinct parents, ascending: the root (-1) and the nodes that have children
-    inner_rows: Ints  # [1 + num_nodes], indices of the root and the nodes among the inner ones; -1 for a leaf
+    inner_rows: Ints  # [1 + num_nodes], indices of the root and the nodes among the inner ones; 0 for a leaf
     is_chain: bool
 
 
@@ -62,7 +62,7 @@ def topology(parents: bytes) -> Topology:
         ranks[node] = num_children.get(parent, 0)
         num_children[parent] = int(ranks[node]) + 1
     inner = np.unique(parent_of)
-    inner_rows = np.full(1 + num_nodes, -1)
+    inner_rows = np.zeros(1 + num_nodes, np.int64)
     inner_rows[1 + inner] = np.arange(len(inner))
     arrays = depths, bits, ranks, inner, inner_rows
     for array in arrays:
@@ -286,7 +286,7 @@ class DraftTrees:
         sampled = [tree.draft_probs is not None and tree.num_nodes > 0 for tree in trees]
         draft_rows, num_inner = [], 0
         for tree, is_sampled in zip(trees, sampled, strict=True):
-            draft_rows.append(num_inner + np.maximum(tree.topology.inner_rows, 0))
+            draft_rows.append(num_inner + tree.topology.inner_rows)
             num_inner += len(tree.topology.inner) if is_sampled else 0
         nodes = (
             (
