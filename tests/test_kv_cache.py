@@ -15,7 +15,7 @@ from titan.core.outputs import RequestMetrics
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import Acceptance, StepPlan
-from titan.core.trees import EMPTY_TREE, DraftTree
+from titan.core.trees import EMPTY_TREE, DraftTree, chain_parents
 from titan.kernels.interfaces import CacheOps, PathMove
 from titan.memory.block_pool import hash_block
 from titan.memory.kv_cache import KVCache
@@ -390,7 +390,7 @@ def test_commit_moves_the_paths_of_all_requests_at_once_and_those_of_the_first_n
         assert kv.reserve(request, request.num_tokens + 5)
     plan = StepPlan(requests, [3, 5], [5, 5], [5, 5])
     tree = DraftTree(np.arange(5), np.array([-1, -1, 0, 1, 3], np.int32), draft_slots=np.array([1, 0, 3, 2, -1], np.int32))
-    chain = DraftTree.chain(range(5), draft_slots=np.arange(5, dtype=np.int32))
+    chain = DraftTree(np.arange(5), chain_parents(5), draft_slots=np.arange(5, dtype=np.int32))
     kv.commit(plan, Acceptance(host_trees([EMPTY_TREE, chain]), [[], [0, 1, 2]], [[9], [0, 1, 2, 9]], [None, None]))
     ops.move_paths.assert_not_called()
     kv.commit(plan, Acceptance(host_trees([tree, tree]), [[1, 3, 4], [0, 2]], [[1, 3, 4, 9], [0, 2, 9]], [None, None]))

@@ -151,7 +151,7 @@ class DraftHistory:
             step -= surprise * (rate if rate > LAST_CALIBRATION_RATE else LAST_CALIBRATION_RATE)
         self.move_temperature(start, exp(step), len(surprises))
 
-    def move_temperature(self, start: float, factor: float, num_confidences: int = 1) -> None:
+    def move_temperature(self, start: float, factor: float, num_confidences: int) -> None:
         """Multiply the temperature.
 
         Args:

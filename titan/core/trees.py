@@ -121,14 +121,9 @@ class DraftTree:
             raise ValueError(f"draft_probs is {self.draft_probs.dtype}: it must be torch.float32, as it was sampled from")
 
     @classmethod
-    def chain(
-        cls,
-        token_ids: Sequence[int] | Ints,
-        draft_probs: Tensor | None = None,
-        draft_slots: NDArray[np.int32] | None = None,
-    ) -> DraftTree:
+    def chain(cls, token_ids: Sequence[int] | Ints, draft_probs: Tensor | None = None) -> DraftTree:
         """Return the tree in which each token follows the one before it."""
-        return cls(np.asarray(token_ids, np.int64), chain_parents(len(token_ids)), draft_probs, draft_slots)
+        return cls(np.asarray(token_ids, np.int64), chain_parents(len(token_ids)), draft_probs)
 
     @property
     def num_nodes(self) -> int:
