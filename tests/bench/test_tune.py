@@ -132,6 +132,19 @@ def test_what_interrupts_a_run_leaves_the_fastest_so_far_in_the_table(tmp_path: 
     assert astuple(found) in table_of(copy.read_text())[KEY]
 
 
+def test_a_run_keeps_what_an_earlier_one_wrote_for_other_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(key: Key, block_m: int, setting: Setting, tried: list[Row]) -> Iterator[TileConfig]:
+        tried.append(Row({}, 0, {}, status="failed"))
+        yield TileConfig(block_m, 128, 8, 7, 3)
+
+    monkeypatch.setattr(tune, "tune", found)
+    copy = tmp_path / "tuning.py"
+    copy.write_text(SOURCE)
+    for block_m in (32, 16):
+        tune.main(["--tiny", "--threads", "1", "--head-dims", "128", "--block-m", str(block_m), "--output", str(copy)])
+    assert table_of(copy.read_text())[KEY] == [(16, 128, 8, 7, 3), (32, 128, 8, 7, 3), *table_of(SOURCE)[KEY][2:]]
+
+
 def test_outputs_that_are_no_copy_of_the_table_are_refused_before_the_work(tmp_path: Path) -> None:
     path = tmp_path / "other.py"
     path.write_text("TABLES = {}\n")
