@@ -20,16 +20,14 @@ from titan.bench.gpu.sections import Figures, Section, Setting, Task
 
 ROOT = Path(__file__).resolve().parents[2]
 FULL = (
+    ("tests",),
     (
-        *("tests/kernels", "tests/draft", "tests/test_cuda.py", "tests/test_cuda_graphs.py", "tests/test_cuda_waiting.py"),
-        "tests/test_device_trees.py",
-    ),
-    (
-        *("[triton", "test_conformance", "test_tree_attention", "test_attention_planner", "test_short_weights"),
-        *("test_draft_weight_bits", "test_triton_chains", "test_cuda_graphs", "test_cuda_waiting", "test_device_trees"),
+        *("[triton", "-triton", "_with_triton", "test_triton", "test_conformance", "test_tree_attention", "test_attention_planner"),
+        *("test_short_weights", "test_wrapper_arguments", "test_draft_weight_bits", "test_cuda_graphs", "test_cuda_waiting"),
+        *("test_device_trees", "test_other_layers"),
     ),
 )
-"""Files, and words in the names of tests that run Triton kernels: on a CUDA device if there is one, or in the interpreter."""
+"""Where tests are, and words in the names of those that run Triton kernels: on a CUDA device if there is one, or interpreted."""
 TINY = ("tests/kernels/test_conformance_cache.py",), ("[triton",)
 OTHER_BACK_ENDS = ("[torch", "[cpu")
 

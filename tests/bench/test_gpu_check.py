@@ -161,6 +161,26 @@ def test_tests_are_rows_and_one_that_crashes_costs_the_others_nothing(made_up: A
     assert (row.labels, row.status) == ({}, "failed")
 
 
+def test_every_test_of_a_back_end_of_triton_and_every_one_that_needs_a_device_is_found(made_up: Any, tmp_path: Path) -> None:
+    (tmp_path / "tests" / "new").mkdir(parents=True)
+    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\nmarkers = ['cuda']\n")
+    lines = [
+        "import pytest",
+        "@pytest.mark.parametrize('back_end', ['torch', 'a draft-triton', 'triton'])",
+        "def test_it(back_end): pass",
+        "def test_output_with_triton(): pass",
+        "def test_the_host(): pass",
+        "@pytest.mark.cuda",
+        "def test_a_device(): pass",
+    ]
+    (tmp_path / "tests" / "new" / "test_new.py").write_text("\n".join(lines))
+    section = replace(section_of(), make_tasks=partial(made_up.make_tests, str(tmp_path)))
+    _, *rows = run_isolated(section, replace(TINY, is_tiny=False), 1000)
+    names = "a_device", "it[a draft-triton]", "it[triton]", "output_with_triton"
+    assert [row.labels["test"] for row in rows] == [f"tests/new/test_new.py::test_{name}" for name in names]
+    assert all(row.figures == {"passed": 1.0} for row in rows)
+
+
 def test_time_that_a_section_leaves_is_the_next_one_s(monkeypatch: pytest.MonkeyPatch) -> None:
     now, given = iter(range(100, 200, 6)), []
     monkeypatch.setattr("titan.bench.gpu_check.time.monotonic", lambda: next(now))
