@@ -229,14 +229,14 @@ UNDRAFTED: dict[str, Any] = {"repetition_penalty": 1.1, "use_speculative": False
     [
         ("chain", "greedy", 0.0, {}, 10),
         ("auto", "greedy", 0.0, {}, 11),
-        ("dynamic", "greedy", 0.8, {}, 21),
+        ("dynamic", "greedy", 0.8, {}, 20),
         ([-1, -1, 0, 0, 1, 2], "greedy", 0.0, {}, 14),
-        ([-1, -1, 0, 0, 1, 2], "sampled", 0.8, {}, 29),
-        ("chain", "auto", 0.8, {}, 38),
-        ("auto", "sampled", 0.8, {"repetition_penalty": 1.1}, 39),
-        ("auto", "sampled", 0.8, UNDRAFTED, 39),
+        ([-1, -1, 0, 0, 1, 2], "sampled", 0.8, {}, 26),
+        ("chain", "auto", 0.8, {}, 30),
+        ("auto", "sampled", 0.8, {"repetition_penalty": 1.1}, 34),
+        ("auto", "sampled", 0.8, UNDRAFTED, 31),
         ("chain", "greedy", 0.0, LOOKING_BACK | UNDRAFTED, 12),
-        ("dynamic", "greedy", 0.8, LOOKING_BACK, 22),
+        ("dynamic", "greedy", 0.8, LOOKING_BACK, 21),
     ],
 )
 def test_a_step_looks_at_the_device_once(

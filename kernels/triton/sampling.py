@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from titan.core.arrays import Ints
@@ -24,7 +27,7 @@ class TritonSampling(TorchSampling):
         return top_candidates(logits, count, temperatures)
 
     def probs(self, logits: Tensor, rows: SamplingRows) -> Tensor:
-        return normalized_probs(self.distributions(logits, rows))
+        return normalized_probs(self.distributions(logits, rows)[0])
 
     def sample_children(
         self, logits: Tensor, rows: SamplingRows, num_children: Ints, places: Tensor, probs: Tensor, children: Tensor
@@ -32,13 +35,14 @@ class TritonSampling(TorchSampling):
         if num_children.max() > 1:
             super().sample_children(logits, rows, num_children, places, probs, children)
             return
-        distributions = self.distributions(logits, rows)
-        seeds, positions = self._upload([rows.options["seed"].view(np.int64), rows.options["position"]])
+        random = rows.options["seed"].view(np.int64), rows.options["position"]
+        distributions, [seeds, positions] = self.distributions(logits, rows, *random)
         probs.index_copy_(0, places, normalized_probs(distributions))
         children[places, 0] = sample_rows(distributions, seeds, positions, Purpose.DRAFT)
 
-    def distributions(self, logits: Tensor, rows: SamplingRows) -> RowDistributions:
-        """Return the distributions of `probs` before they are written out."""
-        top_k = np.minimum(rows.options["top_k"], logits.shape[1]).astype(np.int32)
-        columns = self._upload([top_k, *(rows.options[name] for name in ("temperature", "top_p", "min_p"))])
-        return row_distributions(logits, **dict(zip(("top_k", "temperature", "top_p", "min_p"), columns, strict=True)))
+    def distributions(self, logits: Tensor, rows: SamplingRows, *others: NDArray[Any]) -> tuple[RowDistributions, list[Tensor]]:
+        """Return the distributions of `probs` before they are written out, and other arrays that take part in the one upload."""
+        possible_top_k = np.minimum(rows.options["top_k"], logits.shape[1]).astype(np.int32)
+        of_rows = [possible_top_k, *(rows.options[name] for name in ("temperature", "top_p", "min_p"))]
+        top_k, temperature, top_p, min_p, *rest = self._upload([*of_rows, *others])
+        return row_distributions(logits, top_k=top_k, temperature=temperature, top_p=top_p, min_p=min_p), rest

@@ -55,23 +55,23 @@ class TritonTrees:
             return Verified(found.paths, found.final_tokens)
         is_sampled, ranks, of_logits = trees.is_sampled[rows], np.arange(len(rows)), sampling.repeat(counts + 1)
         options = of_logits.options
-        node_start_loc, node_rows, seeds, positions = self._upload(
-            [
-                start_loc,
-                np.arange(trees.num_nodes) + 1 + np.repeat(ranks, counts),
-                options["seed"].view(np.int64),
-                options["position"],
-            ]
+        distributions, [node_start_loc, node_rows, seeds, positions, index, entries] = self._sampling.distributions(
+            logits,
+            of_logits,
+            start_loc,
+            np.arange(trees.num_nodes) + 1 + np.repeat(ranks, counts),
+            options["seed"].view(np.int64),
+            options["position"],
+            np.flatnonzero(is_sampled),
+            np.arange(len(options)) + np.repeat(rows - ranks, counts + 1),
         )
         found = VerifiedTrees.of(nodes.token_ids, nodes.parents, node_start_loc, max_nodes=max_nodes)
-        distributions = self._sampling.distributions(logits, of_logits)
         positions.index_add_(0, node_rows, nodes.depths)
         if not is_sampled.all():
             walk_matches(found, sample_rows(distributions, seeds, positions))
         if not is_sampled.any():
             return Verified(found.paths, found.final_tokens)
         assert trees.draft_probs is not None and trees.draft_rows is not None, "some trees were sampled"
-        index, entries = self._upload([np.flatnonzero(is_sampled), np.arange(len(options)) + np.repeat(rows - ranks, counts + 1)])
         draft_rows = trees.draft_rows.index_select(0, entries)
         matches = reject_trees(found, index, distributions, trees.draft_probs, draft_rows, seeds, positions)
         return Verified(found.paths, found.final_tokens, matches)

@@ -249,8 +249,8 @@ def test_distributions_and_draws_over_a_real_vocabulary(num_rows: int, vocab_siz
     exact = reference_probs(logits, options)
     assert (backend.sampling.probs(logits, rows).cpu() - exact).abs().sum(-1).max() / 2 <= bound
     seeds, positions = rows.options["seed"], rows.options["position"]
-    numbers = backend.upload([seeds.view(np.int64), positions])
-    tokens = sample_rows(backend.sampling.distributions(logits, rows), *numbers).cpu()[:, None]
+    distributions, numbers = backend.sampling.distributions(logits, rows, seeds.view(np.int64), positions)
+    tokens = sample_rows(distributions, *numbers).cpu()[:, None]
     uniform = torch.from_numpy(philox_uniform(seeds, positions, Purpose.SAMPLE))
     mass, end = (each.gather(1, tokens)[:, 0] for each in (exact, exact.cumsum(-1)))
     assert (mass > 0).all() and (end - mass - bound <= uniform).all() and (uniform <= end + bound).all()
@@ -270,14 +270,14 @@ def test_cuts_read_only_the_groups_that_can_matter(monkeypatch: pytest.MonkeyPat
             return kernel[grid]
 
     monkeypatch.setattr(row_distribution, "_cut_rows_kernel", Emptied())
-    of_rows = triton_backend().sampling.distributions(logits, sampling_rows(options))
+    of_rows, _ = triton_backend().sampling.distributions(logits, sampling_rows(options))
     logits.nan_to_num_(-INF)
     assert_same_distribution(row_distribution.normalized_probs(of_rows).cpu(), expected)
 
 
 def test_no_rows_and_no_trees_are_no_work_on_triton() -> None:
     no_longs, start_loc = torch.zeros(0, dtype=torch.int64, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    none = triton_backend().sampling.distributions(torch.zeros(0, 9, device=DEVICE), sampling_rows([]))
+    none, _ = triton_backend().sampling.distributions(torch.zeros(0, 9, device=DEVICE), sampling_rows([]))
     assert sample_rows(none, no_longs, no_longs).tolist() == []
     result = VerifiedTrees.of(no_longs, no_longs.int(), start_loc, max_nodes=4)
     walk_matches(result, no_longs)
