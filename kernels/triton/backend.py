@@ -97,11 +97,8 @@ class TritonBackend:
         return TritonRunner(self, model, kv, limits, self._tables[shape], counts, self._capture())
 
     def free_memory(self) -> int:
-        """See `titan.kernels.interfaces.Backend`; what PyTorch holds in reserve counts as free, but for what graphs have of it."""
-        segments = [each for each in torch.cuda.memory_snapshot() if each["device"] == self.device.index]
-        in_reserve = [each["total_size"] - each["allocated_size"] for each in segments if each["segment_pool_id"] == (0, 0)]
-        num_bytes: int = sum(in_reserve, start=torch.cuda.mem_get_info(self.device)[0])
-        return num_bytes
+        torch.cuda.empty_cache()  # what PyTorch keeps for later, and what graphs that are gone had
+        return torch.cuda.mem_get_info(self.device)[0]
 
     def utilization(self) -> float | None:
         if self.device.type != "cuda":
