@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan.kernels.triton.tools import FLOAT_DTYPES, INTERPRETED, narrow, require, require_launchable
+from titan.kernels.triton.tools import FLOAT_DTYPES, narrow, require, require_launchable
 
 MAX_COLUMNS_PER_PROGRAM = 1024
 """Columns of one program: with four warps, sixteen bytes of bfloat16 per thread and load."""
@@ -24,7 +24,6 @@ def _gate_kernel(
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,  # of one program
     HAS_GELU: tl.constexpr,
-    EMU: tl.constexpr,
 ):
     """One program per row and piece of a row."""
     row = tl.program_id(0).to(tl.int64)
@@ -37,7 +36,7 @@ def _gate_kernel(
     if HAS_GELU:  # Hendrycks and Gimpel, "Gaussian error linear units", 2016: its approximation by tanh, written with a sigmoid
         steepened = 1.5957691216 * (gate + 0.044715 * gate * gate * gate)
     product = gate * tl.sigmoid(steepened) * up
-    tl.store(output_ptr + row * SIZE + columns, narrow(product, output_ptr.dtype.element_ty, EMU), mask=inside)
+    tl.store(output_ptr + row * SIZE + columns, narrow(product, output_ptr.dtype.element_ty), mask=inside)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -72,6 +71,6 @@ def _gate(gate_up: Tensor, *, has_gelu: bool) -> Tensor:
     output = torch.empty(num_rows, size, dtype=dtype, device=device)
     columns = min(triton.next_power_of_2(size), MAX_COLUMNS_PER_PROGRAM)
     _gate_kernel[(num_rows, triton.cdiv(size, columns))](
-        output, gate_up, gate_up.stride(0), SIZE=size, COLUMNS=columns, HAS_GELU=has_gelu, EMU=INTERPRETED, num_warps=4
+        output, gate_up, gate_up.stride(0), SIZE=size, COLUMNS=columns, HAS_GELU=has_gelu, num_warps=4
     )
     return output

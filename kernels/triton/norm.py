@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan.kernels.triton.tools import FLOAT_DTYPES, INTERPRETED, narrow, require, require_launchable
+from titan.kernels.triton.tools import FLOAT_DTYPES, narrow, require, require_launchable
 
 MAX_HIDDEN_SIZE = 16384
 """Largest hidden size: one program holds a whole row in its registers."""
@@ -27,7 +27,6 @@ def _norm_kernel(
     stride_residual,
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,  # SIZE, padded to a power of two
-    EMU: tl.constexpr,
 ):
     """One program per row."""
     DTYPE: tl.constexpr = normed_ptr.dtype.element_ty
@@ -37,12 +36,12 @@ def _norm_kernel(
     x = tl.load(x_ptr + row * stride_x + columns, mask=inside, other=0.0).to(tl.float32)
     if residual_ptr is not None:
         places = residual_ptr + row * stride_residual + columns
-        total = narrow(x + tl.load(places, mask=inside, other=0.0).to(tl.float32), DTYPE, EMU)
+        total = narrow(x + tl.load(places, mask=inside, other=0.0).to(tl.float32), DTYPE)
         tl.store(places, total, mask=inside)
         x = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps)
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(normed_ptr + row * SIZE + columns, narrow(x * scale * weight, DTYPE, EMU), mask=inside)
+    tl.store(normed_ptr + row * SIZE + columns, narrow(x * scale * weight, DTYPE), mask=inside)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
@@ -83,7 +82,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
         0 if residual is None else residual.stride(0),
         SIZE=hidden_size,
         COLUMNS=columns,
-        EMU=INTERPRETED,
         num_warps=min(max(columns // 256, 1), 16),  # eight elements per thread, as long as there are threads
     )
     return normed

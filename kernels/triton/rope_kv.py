@@ -15,7 +15,7 @@ from torch import Tensor
 from titan.core.kv_tensor import kv_planes
 from titan.kernels.interfaces import TokenPlaces
 from titan.kernels.triton.kv_writes import round_to_int8, row_sizes
-from titan.kernels.triton.tools import FLOAT_DTYPES, INTERPRETED, narrow, require, require_launchable
+from titan.kernels.triton.tools import FLOAT_DTYPES, narrow, require, require_launchable
 
 PAIRS_PER_PROGRAM = 512
 """Rotated pairs of one program, over several heads of a token; with four warps, eight bytes of bfloat16 per thread and load."""
@@ -46,7 +46,6 @@ def _rope_and_write_kv_kernel(
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,  # of one program
     PAIRS: tl.constexpr,  # D / 2, padded to a power of two
-    EMU: tl.constexpr,
 ):
     """One program per token and group of heads, with a tile [HEADS, PAIRS] for each half of the heads' dimensions."""
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -75,8 +74,8 @@ def _rope_and_write_kv_kernel(
     rotated_second = b * tl.load(cos + HALF, mask=is_pair).to(tl.float32) + a * tl.load(sin + HALF, mask=is_pair).to(tl.float32)
     wide_first = tl.where(is_rotated, rotated_first, first)
     wide_second = tl.where(is_rotated, rotated_second, second)
-    first = narrow(wide_first, DTYPE, EMU)
-    second = narrow(wide_second, DTYPE, EMU)
+    first = narrow(wide_first, DTYPE)
+    second = narrow(wide_second, DTYPE)
 
     is_query = inside & (heads < NUM_HEADS)
     places = q_ptr + (token * NUM_HEADS + heads) * HEAD_DIM + pairs
@@ -173,7 +172,6 @@ def rope_and_write_kv(
         BLOCK_SIZE=block_size,
         HEADS=heads,
         PAIRS=pairs,
-        EMU=INTERPRETED,
         num_warps=4,
     )
     return q

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan.kernels.triton.tools import INTERPRETED, dot, narrow, require, require_launchable
+from titan.kernels.triton.tools import EMULATED, dot, narrow, require, require_launchable
 
 STEP = 16
 """Bytes; a row has as many codes as its inputs, and zeros up to a multiple of it."""
@@ -89,12 +89,12 @@ def _depth(num_inputs: int) -> int:
 
 
 @triton.jit
-def _decode(codes, EMU: tl.constexpr):
+def _decode(codes):
     """Return codes of e4m3, int8, as bfloat16; in the interpreter as float32.
 
     Sign, exponent and mantissa are those of a bfloat16 number that is too small by a factor of 2 ** 120, subnormal ones included.
     """
-    if EMU:
+    if EMULATED:
         code = codes.to(tl.int32)
         values = (((code & 0x80) << 24) | ((code & 0x7F) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36
     else:
@@ -143,7 +143,6 @@ def _short_linear_kernel(
     ROWS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     IS_WHOLE: tl.constexpr,  # whether tiles cover the weight exactly
-    EMU: tl.constexpr,
 ):
     """One program per tile of outputs and part of the inputs; the last of a tile's parts to arrive adds them up in order."""
     tile, part, num_parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -163,7 +162,7 @@ def _short_linear_kernel(
             here = inputs + first
             codes = tl.load(code_places + first, mask=is_output[:, None] & (here < depth)[None, :], other=0)
             x = tl.load(x_places + first, mask=is_row[None, :] & (here < num_inputs)[:, None], other=0.0)
-        sums += dot(_decode(codes, EMU), x, EMU)
+        sums += dot(_decode(codes), x)
 
     is_last = True
     if IS_SPLIT:
@@ -182,7 +181,7 @@ def _short_linear_kernel(
         if bias_ptr is not None:
             sums += tl.load(bias_ptr + outputs, mask=is_output, other=0.0).to(tl.float32)[:, None]
         places = output_ptr + rows.to(tl.int64)[None, :] * num_outputs + outputs[:, None]
-        tl.store(places, narrow(sums, output_ptr.dtype.element_ty, EMU), mask=is_output[:, None] & is_row[None, :])
+        tl.store(places, narrow(sums, output_ptr.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])
 
 
 def short_linear(x: Tensor, packed: Tensor, bias: Tensor | None, arrivals: Tensor) -> Tensor:
@@ -237,7 +236,6 @@ def short_linear(x: Tensor, packed: Tensor, bias: Tensor | None, arrivals: Tenso
         ROWS=rows,
         IS_SPLIT=num_parts > 1,
         IS_WHOLE=not num_outputs % tiling.outputs and not num_inputs % (num_parts * num_steps * tiling.inputs),
-        EMU=INTERPRETED,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )

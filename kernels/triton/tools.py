@@ -1,8 +1,8 @@
 """Tools of the Triton kernels: checks of their arguments, and arithmetic that is also correct in Triton's interpreter.
 
 The interpreter (``TRITON_INTERPRET=1``, set before triton is imported) multiplies the bit patterns of bfloat16 numbers and
-truncates where hardware rounds to nearest even (triton-lang/triton issue 11584). So kernels compute in float32, and their
-constexpr ``EMU`` makes `dot` and `narrow` do by hand what the interpreter gets wrong. `INTERPRETED` is its value.
+truncates where hardware rounds to nearest even (triton-lang/triton issue 11584). So kernels compute in float32, and `dot` and
+`narrow` do by hand there what it gets wrong.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from torch import Tensor
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether kernels of this process run in Triton's interpreter, on the CPU."""
+
+EMULATED = tl.constexpr(INTERPRETED)
+"""The same, for kernels."""
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of models, activations and KV."""
@@ -85,9 +88,9 @@ def require_launchable(name: str, device: torch.device) -> None:
 
 
 @triton.jit
-def dot(a, b, EMU: tl.constexpr):
+def dot(a, b):
     """Compute ``a @ b`` of two tiles, summed in float32; float32 tiles are multiplied in float32, not in TF32."""
-    if EMU:
+    if EMULATED:
         product = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
         product = tl.dot(a, b, input_precision="ieee")
@@ -95,9 +98,9 @@ def dot(a, b, EMU: tl.constexpr):
 
 
 @triton.jit
-def narrow(x, DTYPE: tl.constexpr, EMU: tl.constexpr):
+def narrow(x, DTYPE: tl.constexpr):
     """Round float32 ``x`` to nearest even in ``DTYPE``; NaN and infinities are kept."""
-    if EMU and DTYPE == tl.bfloat16:
+    if EMULATED and DTYPE == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         rounded = bits + 0x7FFF + ((bits >> 16) & 1)
         is_finite = (bits & 0x7F800000) != 0x7F800000

@@ -34,7 +34,7 @@ from titan.kernels.triton.attention_plan import (
     window_sizes,
 )
 from titan.kernels.triton.attention_planner import TreeAttentionPlan
-from titan.kernels.triton.tools import FLOAT_DTYPES, INTERPRETED, dot, narrow, require, require_launchable
+from titan.kernels.triton.tools import FLOAT_DTYPES, dot, narrow, require, require_launchable
 
 MERGED_PARTS = 16
 """Parts that are read at a time."""
@@ -83,7 +83,6 @@ def _attend(
     TREE: tl.constexpr,
     WINDOWED: tl.constexpr,
     SOFTCAPPED: tl.constexpr,
-    EMU: tl.constexpr,
 ):
     """Continue over slots ``first_slot`` to ``end_slot``, but for ``num_skipped`` from ``skipped_slot`` on, whole iterations.
 
@@ -101,8 +100,8 @@ def _attend(
             is_loaded = is_loaded & (dims[None, :] < KEY_DIM)
         keys = tl.load(k_ptr + places + dims[None, :], mask=is_loaded, other=0)
         if k_scales_ptr is not None:
-            keys = narrow(keys.to(tl.float32), q.dtype, EMU)
-        scores = dot(q, tl.trans(keys), EMU)
+            keys = narrow(keys.to(tl.float32), q.dtype)
+        scores = dot(q, tl.trans(keys))
         if REST_DIM > 0:
             rest_dims = tl.arange(0, BLOCK_REST)
             is_rest = is_slot[:, None]
@@ -110,8 +109,8 @@ def _attend(
                 is_rest = is_rest & (rest_dims[None, :] < REST_DIM)
             rest = tl.load(k_ptr + places + KEY_DIM + rest_dims[None, :], mask=is_rest, other=0)
             if k_scales_ptr is not None:
-                rest = narrow(rest.to(tl.float32), q.dtype, EMU)
-            scores += dot(q_rest, tl.trans(rest), EMU)
+                rest = narrow(rest.to(tl.float32), q.dtype)
+            scores += dot(q_rest, tl.trans(rest))
         scores = scores * scale
         if k_scales_ptr is not None:
             scale_places = block_ids * stride_scales_block + slots % BLOCK_SIZE
@@ -142,13 +141,13 @@ def _attend(
                 is_value = is_value & (value_dims[None, :] < VALUE_DIM)
             values = tl.load(v_ptr + places + value_dims[None, :], mask=is_value, other=0)
             if k_scales_ptr is not None:
-                values = narrow(values.to(tl.float32), q.dtype, EMU)
+                values = narrow(values.to(tl.float32), q.dtype)
                 weights = weights * tl.load(v_scales_ptr + scale_places, mask=is_slot, other=0.0)[None, :]
         else:
             values = keys
             if k_scales_ptr is not None:
                 weights = weights * key_scales[None, :]
-        output = output * decay[:, None] + dot(narrow(weights, values.dtype, EMU), values, EMU)
+        output = output * decay[:, None] + dot(narrow(weights, values.dtype), values)
         largest = new_largest
     return output, largest, total
 
@@ -197,7 +196,6 @@ def _attention_kernel(
     WINDOWED: tl.constexpr,
     CHUNKED: tl.constexpr,
     SOFTCAPPED: tl.constexpr,
-    EMU: tl.constexpr,
 ):
     """One program per tile and KV head, heads innermost, since they share block ids; programs beyond the tiles do nothing."""
     tile = tl.program_id(0) // NUM_KV_HEADS
@@ -264,14 +262,14 @@ def _attention_kernel(
         k_ptr, v_ptr, k_scales_ptr, v_scales_ptr,
         block_ids_ptr, stride_kv_block, stride_kv_slot, stride_scales_block, scale, softcap,
         visible_lens, hidden_slots, ancestor_bits, tree_start,
-        KEY_DIM, REST_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, BLOCK_REST, BLOCK_V, False, TREE, WINDOWED, SOFTCAPPED, EMU,
+        KEY_DIM, REST_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, BLOCK_REST, BLOCK_V, False, TREE, WINDOWED, SOFTCAPPED,
     )  # fmt: skip
     output, largest, total = _attend(
         output, largest, total, q, q_rest, first_slot, end_slot, seen_slot, num_seen,
         k_ptr, v_ptr, k_scales_ptr, v_scales_ptr,
         block_ids_ptr, stride_kv_block, stride_kv_slot, stride_scales_block, scale, softcap,
         visible_lens, hidden_slots, ancestor_bits, tree_start,
-        KEY_DIM, REST_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, BLOCK_REST, BLOCK_V, True, TREE, WINDOWED, SOFTCAPPED, EMU,
+        KEY_DIM, REST_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, BLOCK_REST, BLOCK_V, True, TREE, WINDOWED, SOFTCAPPED,
     )  # fmt: skip
 
     has_seen = total > 0
@@ -282,7 +280,7 @@ def _attention_kernel(
         is_stored = is_stored & (value_dims[None, :] < VALUE_DIM)
     if part < 0:
         places = tokens * (NUM_KV_HEADS * GROUP * VALUE_DIM) + heads * VALUE_DIM
-        numbers = narrow(output, output_ptr.dtype.element_ty, EMU)
+        numbers = narrow(output, output_ptr.dtype.element_ty)
         tl.store(output_ptr + places[:, None] + value_dims[None, :], numbers, mask=is_stored)
     else:
         places = (part.to(tl.int64) * NUM_KV_HEADS + kv_head) * BLOCK_M + tile_rows
@@ -310,7 +308,6 @@ def _merge_kernel(
     PARTS: tl.constexpr,
     ZEROED: tl.constexpr,
     PADDED: tl.constexpr,  # whether this launch zeroes the padded rows
-    EMU: tl.constexpr,
 ):
     """A fixed number of programs shares the rows of all merges, so that a step without merges costs next to nothing."""
     DTYPE: tl.constexpr = output_ptr.dtype.element_ty
@@ -346,7 +343,7 @@ def _merge_kernel(
                 largest = new_largest
             output = output / tl.where(total > 0, total, 1.0)
             place = (row // GROUP).to(tl.int64) * TOKEN + head * VALUE_DIM
-            tl.store(output_ptr + place + dims, narrow(output, DTYPE, EMU), mask=dims < VALUE_DIM)
+            tl.store(output_ptr + place + dims, narrow(output, DTYPE), mask=dims < VALUE_DIM)
     if PADDED:
         first_number = tl.load(query_start_loc_ptr + num_requests).to(tl.int64) * TOKEN
         first_number += tl.program_id(0) * ZEROED
@@ -459,10 +456,8 @@ def _launch(
         WINDOWED=spec.window is not None,
         CHUNKED=isinstance(spec.window, Chunk),
         SOFTCAPPED=softcap is not None,
-        EMU=INTERPRETED,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        enable_fp_fusion=True,
     )
     _merge_kernel[(MERGE_PROGRAMS_PER_RUNNING_PROGRAM * launch.num_running,)](
         output,
@@ -482,9 +477,7 @@ def _launch(
         PARTS=MERGED_PARTS,
         ZEROED=ZEROED_NUMBERS,
         PADDED=has_nodes,
-        EMU=INTERPRETED,
         num_warps=1 if geometry.padded_value_dim <= 128 else 4,  # one warp holds so many parts of a row of 128
-        enable_fp_fusion=True,
     )
 
 

@@ -17,11 +17,11 @@ from titan.kernels.triton.tools import INTERPRETED, dot, narrow
 
 
 @triton.jit
-def multiply(a_ptr, b_ptr, c_ptr, SIZE: tl.constexpr, EMU: tl.constexpr):
+def multiply(a_ptr, b_ptr, c_ptr, SIZE: tl.constexpr):
     rows, columns = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
     places = rows * SIZE + columns
-    product = dot(tl.load(a_ptr + places), tl.load(b_ptr + places), EMU)
-    tl.store(c_ptr + places, narrow(product, c_ptr.dtype.element_ty, EMU))
+    product = dot(tl.load(a_ptr + places), tl.load(b_ptr + places))
+    tl.store(c_ptr + places, narrow(product, c_ptr.dtype.element_ty))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -30,7 +30,7 @@ def test_products_are_exact_and_rounded_to_nearest(dtype: torch.dtype) -> None:
     a, b = (torch.randint(-8, 9, (32, 32), generator=generator).to(DEVICE, dtype) for _ in range(2))
     a[0, 0], b[0, 0] = 257 if dtype == torch.float32 else 256, 8  # products that need rounding in 8 bits
     c = torch.empty(32, 32, dtype=dtype, device=DEVICE)
-    multiply[(1,)](a, b, c, SIZE=32, EMU=INTERPRETED)
+    multiply[(1,)](a, b, c, SIZE=32)
     exact = a.double() @ b.double()
     assert torch.equal(c, exact.float().to(dtype))
 
