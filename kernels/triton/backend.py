@@ -69,8 +69,8 @@ class TritonBackend:
         self.trees: TreeOps = TritonTrees(device, self.upload, sampling)
 
     def active(self) -> AbstractContextManager[None]:
-        # Triton launches on the current device, and the caller, another engine or another thread may have another
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        # the caller, another engine or another thread, which runs the next step, may have another device and stream
+        return torch.cuda.stream(torch.cuda.default_stream(self.device)) if self.device.type == "cuda" else nullcontext()
 
     def check_limits(self, *, block_size: int, max_batch_size: int) -> None:
         if block_size not in BLOCK_SIZES:

@@ -108,3 +108,12 @@ def test_memory_is_free_that_the_device_has_once_pytorch_has_given_back_what_it_
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.__setitem__(1, 1070))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device.index], 9999))
     assert TritonBackend.free_memory(SimpleNamespace(device=torch.device("cuda", 1))) == 1070  # type: ignore[arg-type]
+
+
+def test_steps_run_on_the_default_stream_of_their_device_whichever_the_calling_thread_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing makes a step wait for the one before it, which another thread may have run, but that both are on one stream."""
+    streams = [f"of cuda:{index}" for index in range(2)]
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: streams[device.index])
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    with TritonBackend.active(SimpleNamespace(device=torch.device("cuda", 1))) as stream:  # type: ignore[arg-type]
+        assert stream == "of cuda:1"
