@@ -28,6 +28,7 @@ from titan.bench.step_times import step_times
 from titan.core.attention import AttentionSpec
 from titan.core.step import Acceptance
 from titan.kernels.backend import choose_backend
+from titan.kernels.torch.backend import TorchBackend
 from titan.kernels.triton.attention_planner import TreeAttentionPlan
 from titan.kernels.triton.tools import INTERPRETED
 from titan.kernels.triton.tree_attention import tree_attention
@@ -360,6 +361,12 @@ def test_recorded_tokens_take_the_place_of_those_that_a_draft_left_on_the_device
     trees = [each.trees for each in found[1:]]  # the first step is the prefill's
     assert all((each.counts == 2).all() and each.is_chain.all() for each in trees)
     assert all(each[row].draft_slots.tolist() == [0, -1] for each in trees for row in range(2))  # type: ignore[union-attr]
+
+
+def test_products_of_prompts_are_those_of_the_layers_since_the_head_runs_for_the_last_token_alone() -> None:
+    bench = EndToEnd(end_to_end.TINY, replace(TINY, peak=1e12), TorchBackend(TINY.device))
+    figures, num_weights = bench.measure_prefill(2, 20), 2 * (64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 128)
+    assert figures["of peak"] == pytest.approx(2 * num_weights * figures["prompt tokens/s"] / 1e12, rel=0.01)
 
 
 def test_a_swap_of_the_draft_in_a_window_is_one(bench: EndToEnd) -> None:
