@@ -389,6 +389,8 @@ def test_metrics_of_what_is_in_flight(llm: LLM, zoo: Zoo) -> None:
     num_bytes = sum(group.nbytes for tensor in llm.engine.kv.tensors.values() for group in tensor.groups)
     expected = TierMetrics(metrics.num_kv_blocks, held, num_bytes, num_bytes * held // metrics.num_kv_blocks)
     assert (metrics.kv_cache, metrics.swap_space, faults(metrics)) == (expected, TierMetrics(0, 0, 0, 0), [])
+    llm.swap_draft("ngram")
+    assert llm.metrics().draft_coverage is None and faults(llm.metrics()) == [], "it has no cache"
     llm.swap_draft(zoo.path("llama~+text"))
     assert any("covers 0% of the running requests" in finding for finding in llm.diagnose())
     for stream in streams:

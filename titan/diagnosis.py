@@ -52,7 +52,7 @@ def faults(metrics: EngineMetrics) -> list[str]:
             f"with the draft {metrics.draft!r}, whose first tokens are accepted with probability {speculation.acceptance:.2f}"
         )
     covers = metrics.speculation is None or metrics.speculation.choice == "on"  # else the draft's cache is let go
-    if covers and metrics.draft_coverage is not None and metrics.draft != "none" and metrics.draft_coverage < 0.5:
+    if covers and metrics.draft_coverage is not None and metrics.draft_coverage < 0.5:
         findings.append(f"the draft's cache covers {metrics.draft_coverage:.0%} of the running requests: it is catching up")
     return findings
 

@@ -389,11 +389,12 @@ class Engine:
     def metrics(self) -> EngineMetrics:
         """Return a snapshot of the engine's totals and state."""
         counters, scheduler, pool = self.counters, self.scheduler, self.kv.pool
-        num_committed = sum(request.num_computed_tokens for request in scheduler.running)
         mean_draft_tokens = ratio(sum(counters.proposed_per_depth), counters.num_sequence_steps)
         swap_space = self.kv.swap_space
-        num_drafted = sum(min(request.num_drafted_context, request.num_computed_tokens) for request in scheduler.running)
         target_cost = self._profiler.target
+        covered = [request for request in scheduler.running if request.params.may_draft and "draft" in self.kv.tensors]
+        num_committed = sum(request.num_computed_tokens for request in covered)
+        num_drafted = sum(min(request.num_drafted_context, request.num_computed_tokens) for request in covered)
         return EngineMetrics(
             model_impl=how_it_runs(self.model_config),
             num_running=len(scheduler.running),
@@ -423,7 +424,7 @@ class Engine:
             queue_s=Percentiles.of(scheduler.service.queue_s),
             utilization=self.backend.utilization(),
             recent=self._log.metrics(time.perf_counter(), None if target_cost is None else target_cost.predict),
-            draft_coverage=ratio(num_drafted, num_committed) if scheduler.running else None,
+            draft_coverage=ratio(num_drafted, num_committed) if covered else None,
             draft=self.drafter.name,
             draft_vocabulary=self.drafting.shared_vocabulary,
             draft_weight_bits=self.drafting.weight_bits,

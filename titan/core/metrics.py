@@ -148,7 +148,7 @@ class EngineMetrics:
     queue_s: Percentiles | None  # seconds until their start of the last 1,024 requests that started; None: none has
     utilization: float | None  # share of the last moments that the device was busy; None: it does not report it
     recent: RecentMetrics
-    draft_coverage: float | None  # share of the running requests' committed tokens with valid draft KV; None: none running
+    draft_coverage: float | None  # share with valid draft KV of the tokens of running requests that may draft; None: none, or no KV
     draft: str  # name of the drafter
     draft_vocabulary: float | None  # share of the target's tokens that the draft model can propose; None: no model drafts
     draft_weight_bits: int | None  # 8: the draft model's matrices were rounded; None: they were not, or no model drafts
