@@ -55,7 +55,8 @@ def submit(
 ) -> list[Request]:
     frontend = FrontEnd(engine, DigitTokenizer())
     requests = [
-        frontend.make_request(prompt, *each) for prompt, *each in zip(prompts, params, *([terms] if terms else []), strict=True)
+        frontend.make_request(prompt, each, terms[i] if terms else RequestTerms())
+        for i, (prompt, each) in enumerate(zip(prompts, params, strict=True))
     ]
     for request in requests:
         engine.scheduler.add(request)

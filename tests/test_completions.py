@@ -14,6 +14,7 @@ from zoo import Zoo, random_prompts
 from titan import LLM, CompletionOutput, RequestMetrics, SamplingParams
 from titan.core.outputs import merge_metrics
 from titan.core.request import Request
+from titan.core.terms import RequestTerms
 from titan.engine import Engine
 from titan.frontend import FrontEnd
 
@@ -26,7 +27,7 @@ def sampled(n: int, max_tokens: int = 14, **options: Any) -> SamplingParams:
 
 
 def add(engine: Engine, params: SamplingParams, prompt: list[int] = PROMPT) -> tuple[Request, ...]:
-    family = FrontEnd(engine).make_request(prompt, params).family
+    family = FrontEnd(engine).make_request(prompt, params, RequestTerms()).family
     for request in family:
         engine.scheduler.add(request)
     return family

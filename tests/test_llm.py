@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise, zip_longest
 from os import PathLike
 from pathlib import Path
 from typing import Any, Unpack, get_type_hints
 from unittest.mock import DEFAULT, Mock
+from weakref import ref
 
 import pytest
 import torch
@@ -279,6 +283,43 @@ def test_outputs_are_the_callers_own(zoo: Zoo) -> None:
     [expected] = llm.generate([prompt], greedy(4, ignore_eos=True))
     assert outputs[-1].outputs[0].token_ids == expected.outputs[0].token_ids and len(prompt) == 4
     assert [output.metrics.num_emitted_tokens for output in outputs] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda llm: llm.generate("", use_tqdm=False),
+        lambda llm: llm.generate([[], PROMPTS[0]], greedy(2), use_tqdm=False),
+        lambda llm: llm.generate([PROMPTS[0], PROMPTS[1]], greedy(2, bad_words=["~"]), use_tqdm=False),  # the tokenizer fails
+        lambda llm: llm.chat([{"role": "user"}], use_tqdm=False, chat_template=TEMPLATE),
+        lambda llm: llm.chat([[{"role": "user"}], ASK], greedy(2), use_tqdm=False, chat_template=TEMPLATE),
+        lambda llm: llm.stream("", greedy(2)),
+        lambda llm: llm.resize_kv_cache(0),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:prompt . was not run")
+def test_an_engine_is_freed_at_once_whatever_was_refused(zoo: Zoo, call: Callable[[LLM], Any]) -> None:
+    """An error's traceback holds the frames of the calls: where one of these holds the error, only the collector frees them."""
+    llm = LLM(zoo.path("llama+text"), **CPU)
+    encode = llm.frontend.tokenizer.encode
+    llm.frontend.tokenizer.encode = lambda text, **options: 1 // 0 if "~" in text else encode(text, **options)
+    engine = ref(llm.engine)
+    gc.collect()
+    gc.disable()
+    try:
+        with suppress(ValueError):
+            call(llm)
+        del llm
+        assert engine() is None
+    finally:
+        gc.enable()
+
+
+def test_an_error_leads_to_the_call(llm: LLM) -> None:
+    for call in (partial(llm.generate, ""), partial(llm.resize_kv_cache, 0), partial(llm.chat, ASK, chat_template=REFUSING)):
+        with pytest.raises(ValueError, match=r"empty|num_blocks=0|no system") as error:
+            call()
+        assert error.traceback[0].name == "test_an_error_leads_to_the_call" and error.traceback[1].name == call.func.__name__
 
 
 def test_the_terms_of_a_call_reach_the_policy(zoo: Zoo) -> None:

@@ -26,7 +26,7 @@ from titan.engine import Engine
 from titan.models.config import end_tokens
 from titan.models.files import ModelFiles
 from titan.models.loader import load_tokenizer, resolve_model
-from titan.prompts import Prompt, read_prompt, shown_prompt
+from titan.prompts import Prompt, Refusal, read_prompt, shown_prompt
 from titan.schedule.admission import check_request, check_token_ids
 from titan.schedule.stopping import abort_if_unreadable, mark_aborted
 from titan.step_loop import StepLoop
@@ -54,27 +54,23 @@ class FrontEnd:
 
     def generate(
         self,
-        prompts: Sequence[Prompt | ValueError],
+        prompts: Sequence[Prompt | Refusal],
         params: Sequence[SamplingParams],
         use_tqdm: bool,
-        terms: Sequence[RequestTerms] | None = None,
+        terms: Sequence[RequestTerms],
     ) -> list[RequestOutput]:
-        """Run prompts to completion, each with its own options; `titan.LLM.generate` says how refused prompts are handled.
-
-        An error in place of a prompt says why there is none, and counts as a refused one.
-        """
+        """Run prompts to completion, each with its own options; `titan.LLM.generate` says how refused prompts are handled."""
         self.loop.check_caller()
-        terms = [RequestTerms()] * len(prompts) if terms is None else terms
         made = [self._try_request(*each) for each in zip(prompts, params, terms, strict=True)]
         requests = [request for request in made if isinstance(request, Request)]
         for i, refusal in enumerate(made):
-            if isinstance(refusal, ValueError):
+            if isinstance(refusal, Refusal):
                 if not requests:
-                    raise refusal
-                warnings.warn(f"prompt {i} was not run: {refusal}", stacklevel=4)  # at the caller of the LLM
+                    raise ValueError(refusal.reason)
+                warnings.warn(f"prompt {i} was not run: {refusal.reason}", stacklevel=4)  # at the caller of the LLM
         self._run_all([each for request in requests for each in request.family], use_tqdm)
         return [
-            self.output(request) if isinstance(request, Request) else _refused_output(i, prompts[i], params[i], request)
+            self.output(request) if isinstance(request, Request) else _refused_output(i, prompts[i], params[i], request.reason)
             for i, request in enumerate(made)
         ]
 
@@ -87,15 +83,13 @@ class FrontEnd:
         self.loop.check_caller()
         return self._stream(self.make_request(prompt, params, terms, needs_text=True))
 
-    def make_request(
-        self, prompt: Prompt, params: SamplingParams, terms: RequestTerms | None = None, *, needs_text: bool = False
-    ) -> Request:
+    def make_request(self, prompt: Prompt, params: SamplingParams, terms: RequestTerms, *, needs_text: bool = False) -> Request:
         """Check a prompt and return its request; for ``params.n`` completions, the first of that many siblings.
 
         Args:
             prompt: in any form that `titan.prompts.read_prompt` takes.
             params: options.
-            terms: how it is scheduled; ``None`` = `RequestTerms()`.
+            terms: how it is scheduled.
             needs_text: keep the text up to date while the request runs.
 
         Raises:
@@ -133,7 +127,7 @@ class FrontEnd:
                 metrics=RequestMetrics(arrival_time=self.engine.scheduler.clock()),
                 detokenizer=self._make_detokenizer(prompt_token_ids, params) if is_text_needed else None,
                 index=index,
-                terms=terms or RequestTerms(),
+                terms=terms,
             )
             for index in range(params.n)
         )
@@ -197,14 +191,14 @@ class FrontEnd:
                 if output.finished:
                     return
 
-    def _try_request(self, prompt: Prompt | ValueError, params: SamplingParams, terms: RequestTerms) -> Request | ValueError:
+    def _try_request(self, prompt: Prompt | Refusal, params: SamplingParams, terms: RequestTerms) -> Request | Refusal:
         """Return a request, or why the prompt is refused: one bad prompt must not cost the others their output."""
-        if isinstance(prompt, ValueError):
+        if isinstance(prompt, Refusal):
             return prompt
         try:
             return self.make_request(prompt, params, terms)
         except ValueError as error:
-            return error
+            return Refusal(str(error))
 
     def _encode(self, prompt: str) -> list[int]:
         if self.tokenizer is None:
@@ -327,13 +321,13 @@ def _progress(request: Request) -> tuple[int, bool]:
     return sum(each.num_output_tokens for each in request.family), all(each.is_finished for each in request.family)
 
 
-def _refused_output(index: int, prompt: Prompt | ValueError, params: SamplingParams, error: ValueError) -> RequestOutput:
+def _refused_output(index: int, prompt: Prompt | Refusal, params: SamplingParams, reason: str) -> RequestOutput:
     """Return the output of a prompt that was not run."""
     now = time.monotonic()
     text, token_ids = shown_prompt(prompt)
     completions = [CompletionOutput(i, "", [], finish_reason=FinishReason.ABORT.value) for i in range(params.n)]
     metrics = RequestMetrics(arrival_time=now, finished_time=now)
-    return RequestOutput(f"refused-{index}", text, token_ids or [], completions, True, metrics, str(error))
+    return RequestOutput(f"refused-{index}", text, token_ids or [], completions, True, metrics, reason)
 
 
 def _hold_back(output: RequestOutput, num_characters: int) -> RequestOutput:

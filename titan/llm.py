@@ -19,7 +19,7 @@ from titan.engine import Engine
 from titan.frontend import FrontEnd, choose_tokenizer
 from titan.models.files import ModelFiles
 from titan.models.loader import load_sampling_defaults, open_model, resolve_model
-from titan.prompts import Prompt, as_prompts
+from titan.prompts import Prompt, Refusal, as_prompts
 from titan.vllm_names import LLMOptions, translate
 
 Prompts = Prompt | Sequence[Prompt]
@@ -152,12 +152,12 @@ class LLM:
             continue_final_message=continue_final_message,
             tools=tools,
         )
-        prompts: list[Prompt | ValueError] = []
+        prompts: list[Prompt | Refusal] = []
         for conversation in as_conversations(messages):
             try:
                 prompts.append(template.render(conversation))
             except ValueError as error:
-                prompts.append(error)
+                prompts.append(Refusal(str(error)))
         return self._generate(prompts, sampling_params, use_tqdm, terms)
 
     def stream(
@@ -247,7 +247,7 @@ class LLM:
 
     def _generate(
         self,
-        prompts: Sequence[Prompt | ValueError],
+        prompts: Sequence[Prompt | Refusal],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
         terms: TermOptions,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from titan.core.checks import as_list, is_integer, shown, unknown_names
@@ -21,6 +22,13 @@ class ReadPrompt(NamedTuple):
 
     text: str | None
     token_ids: list[int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a prompt of a call is not run, in words: an error would hold the frames that it was raised in, and by them the engine."""
+
+    reason: str
 
 
 def read_prompt(prompt: object) -> ReadPrompt:

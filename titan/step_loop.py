@@ -24,12 +24,12 @@ class _Caller:
     ask: Callable[[], Any]  # returns None as long as there is no answer
     woken: SimpleQueue[None] = field(default_factory=SimpleQueue)
     answer: Any = None
-    error: Exception | None = None  # raised instead of an answer
+    errors: list[Exception] = field(default_factory=list)  # one, raised instead of an answer
     has_left: bool = False  # with an answer, or interrupted
 
     @property
     def is_answered(self) -> bool:
-        return self.answer is not None or self.error is not None
+        return self.answer is not None or bool(self.errors)
 
 
 class StepLoop:
@@ -158,8 +158,8 @@ class StepLoop:
             caller.has_left = True
             self._callers.pop(caller, None)
             self._hand_over()
-        if caller.error is not None:
-            raise caller.error
+        if caller.errors:
+            raise caller.errors.pop()  # out of the caller: its traceback leads back to that, and so to the engine, in a cycle
         answer: T = caller.answer
         return answer
 
@@ -185,7 +185,7 @@ class StepLoop:
                 try:
                     caller.answer = caller.ask()
                 except Exception as error:  # noqa: BLE001 - it is raised in the caller's thread
-                    caller.error = error
+                    caller.errors.append(error)
                 if caller.is_answered:
                     self._callers.pop(caller, None)
                     caller.woken.put(None)
