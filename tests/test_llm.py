@@ -278,9 +278,15 @@ def test_outputs_are_the_callers_own(zoo: Zoo) -> None:
     for output in llm.stream(prompt, greedy(4, ignore_eos=True, logprobs=1, prompt_logprobs=1)):
         output.prompt_token_ids.extend(output.outputs[0].token_ids)
         outputs.append(output)
-        for entry in (*(output.outputs[0].logprobs or ()), *(output.prompt_logprobs or ())):
-            (entry or {}).clear()
-    [expected] = llm.generate([prompt], greedy(4, ignore_eos=True))
+        for logprobs in (output.outputs[0].logprobs, output.prompt_logprobs):
+            assert logprobs is not None
+            (logprobs[-1] or {}).clear()
+            logprobs.append(None)  # type: ignore[arg-type]
+    [expected] = llm.generate([prompt], greedy(4, ignore_eos=True, logprobs=1))
+    assert outputs[-1].outputs[0].cumulative_logprob == expected.outputs[0].cumulative_logprob
+    assert [(len(output.outputs[0].logprobs or ()), len(output.prompt_logprobs or ())) for output in outputs] == [
+        (i + 1, len(prompt) + 1) for i in (1, 2, 3, 4)
+    ]
     assert outputs[-1].outputs[0].token_ids == expected.outputs[0].token_ids and len(prompt) == 4
     assert [output.metrics.num_emitted_tokens for output in outputs] == [1, 2, 3, 4]
 

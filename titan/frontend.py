@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from titan.core.checks import shown
 from titan.core.metrics import ratio
-from titan.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, merge_metrics
+from titan.core.outputs import CompletionOutput, RequestMetrics, RequestOutput, merge_metrics
 from titan.core.request import FinishReason, Request
 from titan.core.sampling_params import SamplingParams
 from titan.core.terms import RequestTerms
@@ -139,7 +139,9 @@ class FrontEnd:
     def output(self, request: Request) -> RequestOutput:
         """Return the current output of a request and its siblings."""
         family = request.family
-        prompt_logprobs = self._prompt_logprobs(family[0])  # first, since it may end the request with an error
+        for each in family:
+            self._decode_logprobs(each)  # first, since it may end the request with an error
+        prompt_logprobs = family[0].prompt_logprobs
         return RequestOutput(
             family[0].request_id,
             request.prompt,
@@ -148,7 +150,7 @@ class FrontEnd:
             all(each.is_finished for each in family),
             merge_metrics([each.metrics for each in family]),
             next((each.error for each in family if each.error is not None), None),
-            prompt_logprobs,
+            None if prompt_logprobs is None else list(prompt_logprobs),
         )
 
     def _run_all(self, requests: Sequence[Request], use_tqdm: bool) -> None:
@@ -233,28 +235,16 @@ class FrontEnd:
             with abort_if_unreadable(request):
                 detokenizer = self._make_detokenizer(request.prompt_token_ids, request.params)
                 detokenizer.finish(request.text_token_ids)
-        logprobs, cumulative_logprob = request.logprobs, None
-        if logprobs is not None:
-            self._decode_logprobs(logprobs, request)
-            logprobs = [dict(entry) for entry in logprobs]  # the request goes by its own
-            cumulative_logprob = sum(entry[token_id].logprob for token_id, entry in zip(token_ids, logprobs, strict=True))
-        reason = request.finish_reason
+        logprobs, reason = request.logprobs, request.finish_reason
         return CompletionOutput(
             request.index,
             "" if detokenizer is None else detokenizer.text,
             token_ids,
-            cumulative_logprob,
-            logprobs,
+            None if logprobs is None else request.cumulative_logprob,
+            None if logprobs is None else list(logprobs),  # the entries are the same in all outputs of a stream
             None if reason is None else reason.value,
             request.stop_reason,
         )
-
-    def _prompt_logprobs(self, request: Request) -> list[dict[int, Logprob] | None] | None:
-        logprobs = request.prompt_logprobs
-        if logprobs is None:
-            return None
-        self._decode_logprobs([entry for entry in logprobs if entry is not None], request)
-        return [None if entry is None else dict(entry) for entry in logprobs]
 
     def _abort(self, request: Request, error: str) -> None:
         """End a request with an error; of one that still runs, outputs are made between steps."""
@@ -263,14 +253,13 @@ class FrontEnd:
         else:
             self.engine.scheduler.abort(request, error)
 
-    def _decode_logprobs(self, logprobs: list[dict[int, Logprob]], request: Request) -> None:
-        """Fill in the token text of the entries added since the last call."""
+    def _decode_logprobs(self, request: Request) -> None:
+        """Fill in the token text of the logprobs added since the last call."""
+        new = request.new_logprobs()
         if self.tokenizer is None or not request.params.detokenize:
             return
         with abort_if_unreadable(request, self._abort):
-            for entry in reversed(logprobs):
-                if next(iter(entry.values())).decoded_token is not None:
-                    break
+            for entry in new:
                 for token_id, logprob in entry.items():
                     logprob.decoded_token = self.tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
 

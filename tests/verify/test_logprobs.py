@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from operator import is_
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,7 @@ def test_tokens_carry_their_text_in_generate_and_stream(zoo: Zoo) -> None:
     assert len(pieces) > 1
     for piece in pieces:
         assert piece.logprobs is not None and len(piece.logprobs) == len(piece.token_ids)
+        assert all(map(is_, piece.logprobs, pieces[-1].logprobs or ())), "no output copies the entries of those before it"
         for entry in piece.logprobs:
             for token_id, logprob in entry.items():
                 assert logprob.decoded_token == llm.frontend.tokenizer.decode([token_id])

@@ -79,7 +79,7 @@ class CompletionOutput:
     """One generated sequence, the ``index``-th of its request.
 
     ``logprobs`` has, if requested, an entry per token: by token id, first the token itself, then the most likely ones.
-    ``cumulative_logprob`` is the sum over the tokens themselves.
+    ``cumulative_logprob`` is the sum over the tokens themselves. The outputs of a stream share these entries.
     ``finish_reason`` is "stop", "length" or "abort" once finished; ``stop_reason`` is the stop token id or stop
     string that ended it, ``None`` for end of sequence.
     """

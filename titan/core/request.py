@@ -76,6 +76,9 @@ class Request:
     error: str | None = None  # why the request was aborted
     logprobs: list[dict[int, Logprob]] | None = field(init=False)  # of each output token, if requested
     prompt_logprobs: list[dict[int, Logprob] | None] | None = field(init=False)  # of each prompt token; siblings leave it to one
+    cumulative_logprob: float = field(default=0.0, init=False)  # of the output tokens whose logprobs `new_logprobs` has returned
+    _num_read_logprobs: int = field(default=0, init=False)
+    _num_read_prompt_logprobs: int = field(default=0, init=False)
     _distinct_prompt_ids: Ints | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -150,6 +153,17 @@ class Request:
             return range(0)
         start = self.num_computed_tokens
         return range(max(start, len(self.prompt_logprobs) - 1), min(start + num_tokens, self.num_prompt_tokens - 1))
+
+    def new_logprobs(self) -> list[dict[int, Logprob]]:
+        """Return the logprobs of tokens, of prompt and output, that were added since the last call, and add up the latter."""
+        of_prompt, of_output = self.prompt_logprobs or [], self.logprobs or []
+        new = [entry for entry in of_prompt[self._num_read_prompt_logprobs :] if entry is not None]
+        first = self._num_read_logprobs
+        for token_id, entry in zip(self.token_ids[self.num_prompt_tokens + first :], of_output[first:], strict=False):
+            self.cumulative_logprob += entry[token_id].logprob
+            new.append(entry)
+        self._num_read_prompt_logprobs, self._num_read_logprobs = len(of_prompt), len(of_output)
+        return new
 
     @property
     def is_finished(self) -> bool:
