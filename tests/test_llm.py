@@ -291,6 +291,21 @@ def test_outputs_are_the_callers_own(zoo: Zoo) -> None:
     assert [output.metrics.num_emitted_tokens for output in outputs] == [1, 2, 3, 4]
 
 
+def test_the_tokenizer_is_asked_once_for_a_word_or_a_token(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(zoo.path("llama+text"), **CPU)
+    asked = {name: Mock(wraps=getattr(llm.frontend.tokenizer, name)) for name in ("encode", "decode")}
+    for name, mock in asked.items():
+        monkeypatch.setattr(llm.frontend.tokenizer, name, mock)
+    params = greedy(4, bad_words=["dog", "fox"], logprobs=3, ignore_eos=True)
+    first, second = (llm.generate([[5, 6], [7, 8]], params, use_tqdm=False) for _ in range(2))
+    assert [output.outputs for output in first] == [output.outputs for output in second]
+    words = [call.args[0] for call in asked["encode"].call_args_list]
+    assert sorted(words) == [" dog", " fox", "dog", "fox"]
+    of_tokens = [call.args[0] for call in asked["decode"].call_args_list if "skip_special_tokens" not in call.kwargs]
+    shown = {token_id for output in first for entry in output.outputs[0].logprobs or () for token_id in entry}
+    assert sorted(of_tokens) == sorted([token_id] for token_id in shown)
+
+
 @pytest.mark.parametrize(
     "call",
     [

@@ -8,7 +8,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from itertools import count
+from functools import cache, lru_cache, partial
+from itertools import chain, count
 from math import inf
 from typing import Any
 
@@ -34,6 +35,9 @@ from titan.step_loop import StepLoop
 BAR_INTERVAL_S = 0.1
 """Seconds between updates of a progress bar."""
 
+MAX_BAD_WORDS = 4096
+"""Words of ``bad_words`` of which the tokens are kept."""
+
 
 class FrontEnd:
     """Turns prompts into requests, runs them, and builds their outputs; the methods may be called from any thread.
@@ -48,8 +52,12 @@ class FrontEnd:
         self.tokenizer = tokenizer
         self.loop = StepLoop(engine)
         self._numbers = count()
+        vocab_size = engine.limits.vocab_size
+        # kept by functions that do not hold the front end, which would then be in a cycle, and with it the engine
+        self._token_text = cache(partial(_token_text, tokenizer))
+        self._encode_bad_word = lru_cache(MAX_BAD_WORDS)(partial(_encode_bad_word, tokenizer, vocab_size))
         # the tokenizer's ends an answer, where a config names only what ends a document
-        of_text = end_tokens(getattr(tokenizer, "eos_token_id", None), None, engine.limits.vocab_size)
+        of_text = end_tokens(getattr(tokenizer, "eos_token_id", None), None, vocab_size)
         self._eos_token_ids = (*engine.model_config.eos_token_ids, *of_text)
 
     def generate(
@@ -104,7 +112,7 @@ class FrontEnd:
                 raise ValueError(
                     f"{name}={shown(getattr(params, name))} needs a tokenizer, and the model has none: allowed is None"
                 )
-        bad_word_ids = tuple(self._encode_bad_words(params.bad_words or ()))
+        bad_word_ids = tuple(chain.from_iterable(map(self._encode_bad_word, params.bad_words or ())))
         number = next(self._numbers)
         is_text_needed = self.tokenizer is not None and params.detokenize and (needs_text or params.stop_strings)
         eos_token_ids = () if params.ignore_eos else self._eos_token_ids
@@ -210,20 +218,6 @@ class FrontEnd:
             token_ids: list[int] = self.tokenizer.encode(prompt)
         return token_ids
 
-    def _encode_bad_words(self, words: Sequence[str]) -> Iterator[tuple[int, ...]]:
-        """Return the tokens of words: of each as it is, at the beginning of a text, and after a space."""
-        for word in words:
-            _check_characters("bad_words", word)
-            bare = word.lstrip()
-            forms = {word, bare, f" {bare}"} if bare else {word}
-            with _refusing("bad_words", word):
-                encoded = {tuple(self.tokenizer.encode(form, add_special_tokens=False)) for form in forms} - {()}  # type: ignore[union-attr]
-            if not encoded:
-                raise ValueError(f"bad_words has {shown(word)}, which has no tokens: allowed are words of at least one token")
-            for token_ids in sorted(encoded):
-                check_token_ids("bad_words", token_ids, self.engine.limits.vocab_size)
-                yield token_ids
-
     def _make_detokenizer(self, prompt_token_ids: list[int], params: SamplingParams) -> IncrementalDetokenizer:
         with _refusing("prompt", prompt_token_ids):
             return IncrementalDetokenizer(self.tokenizer, prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
@@ -261,7 +255,7 @@ class FrontEnd:
         with abort_if_unreadable(request, self._abort):
             for entry in new:
                 for token_id, logprob in entry.items():
-                    logprob.decoded_token = self.tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
+                    logprob.decoded_token = self._token_text(token_id)
 
 
 def choose_tokenizer(files: ModelFiles, tokenizer: str | None, *, trust_remote_code: bool = False) -> Any | None:
@@ -299,6 +293,25 @@ def _refusing(name: str, value: str | Sequence[int]) -> Iterator[None]:
 def _check_characters(name: str, text: str) -> None:
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise ValueError(f"{name}={shown(text)} has a surrogate, which is half a character: allowed is what UTF-8 can hold")
+
+
+def _encode_bad_word(tokenizer: Any, vocab_size: int, word: str) -> list[tuple[int, ...]]:
+    """Return the tokens of a word: as it is, at the beginning of a text, and after a space."""
+    _check_characters("bad_words", word)
+    bare = word.lstrip()
+    forms = {word, bare, f" {bare}"} if bare else {word}
+    with _refusing("bad_words", word):
+        encoded = {tuple(tokenizer.encode(form, add_special_tokens=False)) for form in forms} - {()}
+    if not encoded:
+        raise ValueError(f"bad_words has {shown(word)}, which has no tokens: allowed are words of at least one token")
+    for token_ids in encoded:
+        check_token_ids("bad_words", token_ids, vocab_size)
+    return sorted(encoded)
+
+
+def _token_text(tokenizer: Any, token_id: int) -> str:
+    text: str = tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
+    return text
 
 
 def _draw_seed(source: np.random.SeedSequence) -> int:
