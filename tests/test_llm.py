@@ -162,6 +162,14 @@ def test_a_stream_grows_to_what_generate_gives(llm: LLM, options: dict[str, Any]
             assert params.n > 1 or len(pieces) == whole.metrics.num_sequence_steps
 
 
+def test_a_stream_waits_for_no_stop_string_that_would_stay(llm: LLM) -> None:
+    def shown(**options: Any) -> list[str]:
+        return texts(list(llm.stream(PROMPTS[0], greedy(12, ignore_eos=True, **options))))
+
+    stop = 5 * NEVER
+    assert shown(stop=stop, include_stop_str_in_output=True) == shown() != shown(stop=stop)
+
+
 @pytest.mark.parametrize("num_shown", [0, 1, 2, 4])
 @pytest.mark.parametrize("n", [1, 5])
 def test_leaving_a_stream_ends_its_request_and_frees_its_blocks(llm: LLM, n: int, num_shown: int) -> None:

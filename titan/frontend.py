@@ -186,8 +186,9 @@ class FrontEnd:
                     return
 
     def _stream(self, request: Request) -> Iterator[RequestOutput]:
-        # text that could be the start of a stop string is held back until that is decided
-        num_held = max((len(stop) for stop in request.params.stop_strings), default=1) - 1
+        # text that could be the start of a stop string, which would not stay, is held back until that is decided
+        cut_strings = () if request.params.include_stop_str_in_output else request.params.stop_strings
+        num_held = max(map(len, cut_strings), default=1) - 1
         shown = (0, False)
 
         def find_output() -> RequestOutput | None:
