@@ -316,11 +316,20 @@ def test_cached_tokens_are_counted_until_the_cache_is_reset(llm: LLM) -> None:
 def test_defaults_of_the_generation_config_apply_where_no_params_are_given(tmp_path: Path) -> None:
     make_model(tmp_path)
     file = tmp_path / "generation_config.json"
-    content = {"temperature": 0.0, "top_k": 7, "top_p": None, "max_new_tokens": 5, "do_sample": True, "eos_token_id": 2}
+    penalties = {"presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.2}
+    content = {
+        "temperature": 0.0,
+        "top_k": 7,
+        "top_p": None,
+        "max_new_tokens": 5,
+        "do_sample": True,
+        "eos_token_id": 2,
+        **penalties,
+    }
     file.write_text(json.dumps(content))
     llm = LLM(tmp_path, **CPU)
-    assert llm.get_default_sampling_params() == SamplingParams(temperature=0.0, top_k=7, max_tokens=5)
-    expected = llm.generate([[5, 6]], greedy(5), use_tqdm=False)[0].outputs
+    assert llm.get_default_sampling_params() == greedy(5, top_k=7, **penalties)
+    expected = llm.generate([[5, 6]], greedy(5, **penalties), use_tqdm=False)[0].outputs
     *_, streamed = llm.stream([5, 6])
     assert expected == llm.generate([[5, 6]], use_tqdm=False)[0].outputs == streamed.outputs
     neutral = LLM(tmp_path, generation_config="vllm", **CPU)

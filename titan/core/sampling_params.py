@@ -38,8 +38,8 @@ class SamplingParams:
     Logits get ``logit_bias``, then go through ``logits_processors``, then tokens are masked for ``allowed_token_ids``,
     ``bad_words`` and ``min_tokens``, then the penalties apply. They are divided by ``temperature`` (0 = greedy), then restricted
     by ``top_k``, then ``top_p`` (on the renormalised distribution, the token that crosses the threshold is kept), then ``min_p``
-    (relative to the largest remaining probability). Options that look back at tokens treat draft tokens as if they had been
-    generated. NumPy's numbers are taken as well.
+    (relative to the largest remaining probability; in vLLM before ``top_k``). Options that look back at tokens treat draft tokens
+    as if they had been generated. NumPy's numbers are taken as well.
 
     Args:
         n: completions of the prompt; the prompt is computed once. With a seed, they use seeds derived from it.

@@ -41,6 +41,7 @@ DEMO = "demo"
 """Name of the models that ship with the package."""
 
 SAMPLING_DEFAULTS = {name: name for name in ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")}
+SAMPLING_DEFAULTS |= {name: name for name in ("presence_penalty", "frequency_penalty")}  # not transformers', but vLLM's
 SAMPLING_DEFAULTS |= {"max_new_tokens": "max_tokens"}
 """Names in a generation config, and in `SamplingParams`."""
 
