@@ -71,6 +71,8 @@ RUNS: list[tuple[str, str, Milliseconds, dict[str, float], dict[str, Any]]] = [
     ("bandwidth", "better drafts", FLAT, {"draft": 1.0}, {"draft_model": "useless"}),
     ("host", "scheduling 38%, verifying 25%", FLAT, {"schedule": 10.0, "verify": 6.5}, {}),
     ("host", "fewer options", FLAT, {"commit": 7.0}, {}),
+    ("host", "send more requests at once, which shares", FLAT, {"commit": 7.0}, {}),
+    ("queue, host", "raise max_batch_size, which shares", FLAT, {"commit": 7.0}, {"max_batch_size": 1}),
     ("idle, bandwidth", "send more requests", FLAT, {"between": 12.0}, {}),
 ]
 

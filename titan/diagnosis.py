@@ -98,9 +98,10 @@ def _time(metrics: EngineMetrics) -> str:
             f"one that is accepted more often, or speculation='adaptive' or 'off'"
         )
     if (host := split.schedule + split.verify + split.rest) >= HOST:
+        more = "raise max_batch_size" if recent.shortages.requests else "send more requests at once"
         return (
             f"host: {host:.0%} of a step is neither the target's nor the draft's passes (scheduling {split.schedule:.0%}, "
-            f"verifying {split.verify:.0%}): raise max_batch_size, which shares it out, or use fewer options of sampling"
+            f"verifying {split.verify:.0%}): {more}, which shares it out, or use fewer options of sampling"
         )
     if recent.row_cost is None:
         return (
