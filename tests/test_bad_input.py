@@ -288,8 +288,9 @@ def llm(zoo: Zoo) -> LLM:
 
 
 BAD_REQUESTS: dict[str, tuple[Any, dict[str, Any], list[object]]] = {
-    "empty text": ("", {}, ["prompt=''", "at least one token"]),
-    "empty list": ([], {"n": 3}, ["prompt=[]", "at least one token"]),
+    "empty text": ("", {}, ["prompt='' has no tokens", "at least one"]),
+    "empty list": ([], {"n": 3}, ["prompt=[] has no tokens", "at least one"]),
+    "text and an empty list": ({"prompt": "the", "prompt_token_ids": []}, {}, ["prompt='the' has no tokens", "at least one"]),
     "too long": ([5] * 200, {}, ["200 tokens", "at most 199", "max_model_len=200"]),
     "token too large": ([5, 131], {}, ["token id 131", "0 to 130"]),
     "token negative": ([5, -1], {}, ["token id -1", "0 to 130"]),
@@ -307,6 +308,7 @@ BAD_REQUESTS: dict[str, tuple[Any, dict[str, Any], list[object]]] = {
     "half a character": ("a\ud800", {}, ["'a\\ud800'", "surrogate", "UTF-8"]),
     "bytes": (b"the", {}, ["b'the'", "a str or a list of int"]),
     "a bytearray": (bytearray(b"the"), {}, ["prompt=", "bytearray", "a str or a list of int"]),
+    "a memoryview": (memoryview(b"the"), {}, ["prompt=", "memory", "a str or a list of int"]),
     "never fits": ([5] * 120, {"n": 2}, ["120 tokens", "max_tokens=16", "128 tokens", "num_kv_blocks=8"]),
     "stop token": ("the", {"stop_token_ids": [5, 131]}, ["stop_token_ids has token id 131", "0 to 130"]),
     "biased token": ("the", {"logit_bias": {131: 1}}, ["logit_bias has token id 131", "0 to 130"]),
@@ -357,7 +359,10 @@ NO_PARAMS = "a SamplingParams, a list of them, or None"
 @pytest.mark.parametrize(
     ("method", "arguments", "parts"),
     [
-        *(("generate", [prompts], ["prompts=", NO_PROMPTS]) for prompts in (None, 5, {"a"}, b"abc", iter(["a"]))),
+        *(
+            ("generate", [prompts], ["prompts=", NO_PROMPTS])
+            for prompts in (None, 5, {"a"}, b"abc", memoryview(b"abc"), iter(["a"]))
+        ),
         ("generate", ["a", None, tqdm], ["use_tqdm=", "True or False"]),
         ("generate", [["a", "b"], [SamplingParams()] * 3], ["sampling_params", "3 entries", "2 prompts"]),
         *(("generate", ["a", params], ["sampling_params=", NO_PARAMS]) for params in (5, {"temperature": 0}, [5], "greedy")),

@@ -58,7 +58,7 @@ def as_prompts(prompts: Any) -> list[Any]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
     listed = as_list(prompts)
-    if not isinstance(listed, Sequence) or isinstance(listed, BYTES):
+    if not isinstance(listed, Sequence) or isinstance(prompts, BYTES):
         raise ValueError(f"prompts={shown(prompts)} is not allowed: give {FORMS}, or a list of these")
     return [listed] if len(listed) and all(map(is_integer, listed)) else list(listed)
 
@@ -74,7 +74,7 @@ def shown_prompt(prompt: Any) -> ReadPrompt:
 
 def _read_token_ids(prompt: object) -> list[int]:
     listed = as_list(prompt)
-    if not isinstance(listed, Sequence) or isinstance(listed, str | BYTES):
+    if not isinstance(listed, Sequence) or isinstance(prompt, str | BYTES):
         raise ValueError(f"prompt={shown(prompt)} is not allowed: a prompt is {FORMS}")
     for token_id in listed:
         if not is_integer(token_id):

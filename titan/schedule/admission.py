@@ -33,7 +33,7 @@ def check_request(prompt: str | None, prompt_token_ids: Sequence[int], params: S
     """
     num_tokens = len(prompt_token_ids)
     if num_tokens == 0:
-        raise ValueError(f"prompt={prompt_token_ids if prompt is None else prompt!r} is empty: it must have at least one token")
+        raise ValueError(f"prompt={prompt_token_ids if prompt is None else prompt!r} has no tokens: it must have at least one")
     check_token_ids("prompt", prompt_token_ids, limits.vocab_size)
     check_token_ids("stop_token_ids", params.stop_token_ids or (), limits.vocab_size)
     check_token_ids("logit_bias", params.logit_bias or (), limits.vocab_size)
