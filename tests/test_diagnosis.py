@@ -55,7 +55,7 @@ class Clock:
         """Set what the parts of an engine's steps take; "between" is before each step."""
         self.spend(engine.runner, "forward", lambda batch: target(len(batch.token_ids)))
         owners = {"between": (engine, "step"), "schedule": (engine.scheduler, "schedule"), "draft": (engine.drafting, "propose")}
-        for part, owner in (owners | {"verify": (engine_module, "collect"), "commit": (engine.kv, "commit")}).items():
+        for part, owner in (owners | {"verify": (engine_module, "accept"), "commit": (engine.kv, "commit")}).items():
             self.spend(*owner, lambda *_, part=part: parts.get(part, 0.0))
 
 
