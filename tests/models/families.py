@@ -70,6 +70,7 @@ NATIVE: Rows = {
     "llama": ("", {}),
     "llama:dynamic": ("rope that depends on the length", {"rope_parameters": DYNAMIC}),
     "llama:yarn": ("YaRN", {"rope_parameters": YARN}),
+    "ministral": ("windows per layer", {"num_hidden_layers": 3, "layer_types": GLOBAL_LAST}),
     "mistral": ("windows", {}),
     "olmo2": ("norms after sublayers, of whole queries and keys", {}),
     "olmo3": ("windows per layer, norms after sublayers", {}),
@@ -134,7 +135,6 @@ TRANSFORMERS: Rows = {
         SHARED_KV | {"laurel_rank": 8, "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0, 0.0, 0.0]},
     ),
     "lfm3:attention": ("gated attention, sandwich norms", {"num_hidden_layers": 3, "layer_types": GLOBAL_LAST}),
-    "ministral": ("windows per layer", {"num_hidden_layers": 3, "layer_types": GLOBAL_LAST}),
     "modernbert-decoder": ("windows and rope per layer, LayerNorm without biases", {"local_attention": 2 * WINDOW}),
     # head sizes per layer
     "gemma4_text": (

@@ -16,6 +16,7 @@ from proposals import paths_of
 from stepping import host_trees
 from tiny_models import MODEL_TYPES, make_model, reference_logits
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 from zoo import LLAMA3_ROPE
 
 from titan.bench.loading import load_decoder
@@ -55,6 +56,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {model_type: (model_type, {}) 
 WINDOWED = {"mistral", "qwen2", "qwen3", "phi3", "olmo3", "gemma3"}
 
 SLIDING = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+TYPES = {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = (
     {
@@ -74,6 +76,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = (
         "qwen3_biases": ("qwen3", {"attention_bias": True}),
         "mistral_window": ("mistral", {"sliding_window": 7}),
         "mistral_no_window": ("mistral", {"sliding_window": None}),
+        "ministral": ("ministral", TYPES | {"sliding_window": 7}),
         "qwen2_window": ("qwen2", SLIDING),
         "qwen3_window": ("qwen3", SLIDING),
         "qwen2_window_off": ("qwen2", {"sliding_window": 7, "use_sliding_window": False}),
@@ -81,7 +84,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = (
         "phi3_whole_heads": ("phi3", {"sliding_window": 7}),
         "phi3_longrope": ("phi3", {"rope_parameters": LONG_PART, "original_max_position_embeddings": 128, "hidden_size": 64}),
         "gemma3_window": ("gemma3_text", {"sliding_window": 7, "sliding_window_pattern": 2, "tie_word_embeddings": True}),
-        "olmo3_window": ("olmo3", {"sliding_window": 7, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
+        "olmo3_window": ("olmo3", TYPES | {"sliding_window": 7}),
         "smollm3_window": ("smollm3", {"use_sliding_window": True, "sliding_window": 7, "no_rope_layer_interval": 2}),
         "qwen3_layer_types": ("qwen3", SLIDING | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     }
@@ -139,6 +142,16 @@ def test_chunks_and_single_tokens_match_transformers(tmp_path: Path, name: str) 
     assert_close(session.feed(token_ids[37:60], 37), expected[59:60])
     for position in range(60, 64):
         assert_close(session.feed(token_ids[position : position + 1], position), expected[position : position + 1])
+
+
+def test_mistral_with_layer_types_has_windows_in_some_layers(tmp_path: Path) -> None:
+    """As the checkpoints of Ministral-8B have it, which transformers reads as Ministral."""
+    make_model(tmp_path, "ministral", **TYPES, sliding_window=7)
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace("ministral", "mistral").replace("Ministral", "Mistral"))
+    token_ids = random_tokens(40)
+    expected = reference_logits(AutoModelForCausalLM.from_pretrained(tmp_path), token_ids)
+    assert_close(Session(load(tmp_path)).feed(token_ids, 0), expected[-1:])
 
 
 @pytest.mark.parametrize("is_tied", [False, True])

@@ -53,7 +53,9 @@ def _llama(config: PretrainedConfig) -> Family:
 
 
 def _mistral(config: PretrainedConfig) -> Family:
-    return Family((config.sliding_window,) * config.num_hidden_layers, frozenset())
+    has_types = hasattr(config, "layer_types")  # transformers reads a config of Mistral with them as one of Ministral
+    windows = _windows_by_layer_type(config) if has_types else (config.sliding_window,) * config.num_hidden_layers
+    return Family(windows, frozenset())
 
 
 def _qwen2(config: PretrainedConfig) -> Family:
@@ -129,6 +131,7 @@ def _windows_by_layer_type(config: PretrainedConfig) -> tuple[Window, ...]:
 ARCHITECTURES: dict[str, Callable[[PretrainedConfig], Family]] = {
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _mistral,
+    "MinistralForCausalLM": _mistral,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
     "GraniteForCausalLM": _granite,
