@@ -203,6 +203,7 @@ TRANSFORMERS: Rows = {
     "olmoe": ("experts, clipped QKV, norms of whole queries and keys", {"clip_qkv": 1.0}),
     "phimoe": ("experts, LayerNorm, biases; windows", {"attention_bias": True, "lm_head_bias": True}),
     "qwen2_moe": ("experts, one of them shared and gated; windows", {"use_sliding_window": True, "max_window_layers": 2}),
+    "qwen2_moe:unwindowed": ("experts, one of them shared and gated", {}),
     "qwen3_moe": ("experts, norms of queries and keys", {"num_local_experts": 4, "mlp_only_layers": [1]}),
     "solar_open": ("experts", {}),
 }
@@ -237,6 +238,10 @@ COMPOSITE: Rows = {
     "internvl": (
         TEXT_ONLY,
         {"text_config": {"model_type": "qwen2"}, "vision_config": {"image_size": [28, 28], "patch_size": [14, 14]}},
+    ),
+    "internvl:experts": (
+        f"{TEXT_ONLY}; experts",
+        {"text_config": {"model_type": "qwen3_moe"}, "vision_config": {"image_size": [28, 28], "patch_size": [14, 14]}},
     ),
     "llama4": (
         TEXT_ONLY,

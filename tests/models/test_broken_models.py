@@ -217,6 +217,7 @@ CONFIG_ALONE: dict[str, tuple[dict[str, Any], str]] = {
         "trust_remote_code=True",
     ),
     "no language model": ({"model_type": "vit"}, "model_type='vit' is none of transformers' causal language models, nor ..."),
+    "images without a language model's config": ({"model_type": "idefics"}, "...nor of its ... whose config has one of a ..."),
     "a language model beside sound": ({"model_type": "qwen2_audio"}, "model_type='qwen2_audio' is none of transformers' ..."),
     "encoder-decoder": ({"model_type": "t5"}, "model_type='t5' is an encoder-decoder, which is not supported"),
     "ALiBi": ({"model_type": "bloom"}, "model_type='bloom' has ALiBi, which is not supported: it must take position ids"),
@@ -225,6 +226,7 @@ CONFIG_ALONE: dict[str, tuple[dict[str, Any], str]] = {
         "...keeps another state than keys and values, which is not supported...",
     ),
     "linear attention": ({"model_type": "qwen3_next"}, "layer type 'linear_attention' keeps another state than keys and values..."),
+    "windows of nothing": ({"model_type": "mixtral", "sliding_window": 0}, f"sliding_window=0 {SIZE}"),
     "no layers, by another name": ({"model_type": "gpt2", "n_layer": 0}, f"n_layer=0 {SIZE}"),
     "an activation, by another name": (
         {"model_type": "gpt2", "activation_function": "boo"},

@@ -33,7 +33,7 @@ def check_config(config: Any, *, runs_own_code: bool) -> None:
     if not has_class and not hasattr(config, "auto_map"):
         raise ValueError(
             f"model_type={config.model_type!r} is none of transformers' causal language models, nor of its models of images and "
-            "text: allowed are those of docs/models.md"
+            "text whose config has one of a language model within it: allowed are those of docs/models.md"
         )
     if getattr(text_config, "alibi", False) or config.model_type in ("bloom", "mpt"):
         raise ValueError(f"model_type={config.model_type!r} has ALiBi, which is not supported: it must take position ids")
@@ -52,6 +52,8 @@ def check_config(config: Any, *, runs_own_code: bool) -> None:
 def _check_sizes(config: Any) -> None:
     """Check sizes, by the names of the model's own config; some models have others in each layer, or lists of them."""
     for name in (*SIZES, *OPTIONAL_SIZES):
+        if name == "sliding_window" and not getattr(config, "use_sliding_window", True):
+            continue  # Qwen2-MoE's is 0 then
         own_name = config.attribute_map.get(name, name)
         if is_integer(size := vars(config).get(own_name)):  # as attributes, those of layers are not to be had
             check_integer(own_name, size, 1, MAX_SIZE)

@@ -17,7 +17,7 @@ from titan.models.config import ModelConfig, check_heads, end_tokens, named_dtyp
 from titan.models.hf import interface, probe
 from titan.models.hf.checks import check_config
 from titan.models.hf.composite import composite_class
-from titan.models.hf.experts import run_experts
+from titan.models.hf.experts import run_experts, set_experts
 from titan.models.hf.gathered import ShapeCache
 from titan.models.hf.probe import ProbedModule
 from titan.models.hf.quantised import check_quantisation
@@ -99,8 +99,7 @@ def _probe_modules(model: Any, text_config: Any) -> list[ProbedModule]:
     decoder, calls = find_decoder(model), {}
     for name in (probe.UNMASKED_PROBE, probe.PROBE):
         model.set_attn_implementation(name)
-        if model._can_set_experts_implementation():
-            model.set_experts_implementation(probe.PROBE)
+        set_experts(model, probe.PROBE)
         with probe.recording() as calls[name]:
             decoder(input_ids=torch.zeros(1, 1, dtype=torch.int64), attention_mask=torch.ones(1, 1).long(), use_cache=False)
     probe.check_masks(calls[probe.UNMASKED_PROBE])

@@ -49,6 +49,15 @@ class PackedExperts:
         return weighted.sum(1).to(hidden_states.dtype)
 
 
+def set_experts(model: nn.Module, name: str) -> None:
+    """Make all modules of experts in a model call the function that is registered with transformers under a name."""
+    from transformers import PreTrainedModel
+
+    for module in model.modules():  # transformers asks only the outermost, which may take in a language model of another kind
+        if isinstance(module, PreTrainedModel) and module._can_set_experts_implementation():
+            module.set_experts_implementation(name)
+
+
 def run_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Apply the experts that were chosen for each token; the signature is that of transformers' expert functions.
 

@@ -14,6 +14,7 @@ from titan.kernels.interfaces import Backend
 from titan.models.files import some
 from titan.models.hf.composite import composite_class, is_composite
 from titan.models.hf.describe import TransformersConfig, empty_model, quiet
+from titan.models.hf.experts import set_experts
 from titan.models.hf.gathered import GatheredAttention, check_gathering
 from titan.models.hf.heap import give_back
 from titan.models.hf.interface import IMPLEMENTATION
@@ -131,8 +132,7 @@ def _bind(model: Any, config: TransformersConfig, dtype: torch.dtype) -> PagedAt
     if "own_attention" in config.traits:
         return GatheredAttention(dtype)
     model.set_attn_implementation(IMPLEMENTATION)
-    if model._can_set_experts_implementation():
-        model.set_experts_implementation(IMPLEMENTATION)
+    set_experts(model, IMPLEMENTATION)
     return PagedAttention(model, config, dtype)
 
 
