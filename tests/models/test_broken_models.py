@@ -131,7 +131,15 @@ BROKEN: dict[str, tuple[Damage, str]] = {
     ),
     "no weights": (
         lambda folder: (folder / "model.safetensors").rename(folder / "a.bin"),
-        f"has no weight file model.safetensors: weights must be in model.safetensors or in the files of {INDEX} (found a.bin)",
+        f"has no weight file model.safetensors: weights must be in model.safetensors or in the files of {INDEX}, ... (found a.bin)",
+    ),
+    "weights of another kind": (
+        config(transformers_weights="a.bin"),
+        "has a config.json with transformers_weights='a.bin', which is not allowed: it must be the name of a .safetensors or ...",
+    ),
+    "weights elsewhere": (
+        config(transformers_weights="../one/model.safetensors"),
+        "has a config.json with transformers_weights='../one/model.safetensors', which is not allowed: it must be the name of ...",
     ),
     "weights cut short": (
         lambda folder: (folder / "model.safetensors").write_bytes(b"\x00" * 20),
@@ -188,7 +196,7 @@ TRANSFORMERS: dict[str, tuple[Damage, str]] = {
     ),
     "no weights": (
         lambda folder: (folder / "model.safetensors").rename(folder / "a.bin"),
-        f"has no weight file model.safetensors: weights must be in model.safetensors or in the files of {INDEX} (found a.bin)",
+        f"has no weight file model.safetensors: weights must be in model.safetensors or in the files of {INDEX}, ... (found a.bin)",
     ),
     "weights cut short": (
         lambda folder: (folder / "model.safetensors").write_bytes(b"\x00" * 20),

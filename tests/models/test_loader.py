@@ -55,6 +55,28 @@ def test_sharded_weights_are_those_of_one_file(tmp_path: Path) -> None:
     assert_same_weights(load(tmp_path / "one", pack=False), load(tmp_path / "many", pack=False))
 
 
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+@pytest.mark.parametrize("chosen", [None, "new.safetensors", "new.safetensors.index.json"])
+def test_of_several_weights_those_of_transformers_are_loaded(tmp_path: Path, chosen: str | None, model_impl: str) -> None:
+    """The usual names are of a model in one file, of which an index remained when it was in many; or the config has others."""
+    make_model(tmp_path, max_shard_size="30KB")
+    for path in tmp_path.glob("model-*"):
+        path.rename(tmp_path / path.name.replace("model-", "new-"))  # saving a model removes shards of the usual names
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("model-", "new-"))
+    (tmp_path / "new.safetensors.index.json").write_text(index.read_text())
+    make_model(tmp_path / "other", seed=1)
+    (tmp_path / "other" / "model.safetensors").rename(tmp_path / "new.safetensors")
+    make_model(tmp_path / "one", seed=2)
+    (tmp_path / "one" / "model.safetensors").rename(tmp_path / "model.safetensors")
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"transformers_weights": chosen}))
+    model, prompt = AutoModelForCausalLM.from_pretrained(tmp_path), [5, 6, 7]
+    written = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    engine = make_engine(str(tmp_path), model_impl=model_impl, num_kv_blocks=8)
+    assert run_all(engine, [prompt], [greedy(12, ignore_eos=True)]) == [written[0, 3:].tolist()]
+
+
 def test_tied_weights_may_be_stored_twice_and_rotary_buffers_of_old_checkpoints_are_ignored(tmp_path: Path) -> None:
     model = make_model(tmp_path, tie_word_embeddings=True)
     once = load(tmp_path, pack=False)
@@ -160,6 +182,7 @@ def test_weights_that_are_quantised_and_their_scales_do_not_decide_on_the_dtype(
     weights = {"up": torch.ones(64, 64, dtype=torch.float8_e4m3fn), "blocks": torch.ones(64, 64, dtype=torch.uint8)}
     weights |= {"up_scale_inv": torch.ones(2, 2), "embedding": torch.ones(9, 64, dtype=torch.bfloat16)}
     save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
     assert weights_dtype(ModelFiles(str(tmp_path))) == torch.bfloat16
 
 

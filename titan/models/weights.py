@@ -16,7 +16,7 @@ from titan.core.dtypes import dtype_name
 from titan.kernels.interfaces import Backend
 from titan.models.config import DecoderConfig
 from titan.models.decoder import Decoder
-from titan.models.files import CONFIG_FILES, SINGLE_WEIGHT_FILE, WEIGHT_INDEX, ModelFiles, no_model, one_line, some
+from titan.models.files import CONFIG, CONFIG_FILES, SINGLE_WEIGHT_FILE, WEIGHT_INDEX, ModelFiles, no_model, one_line, some
 from titan.models.rope import Rope, head_places
 from titan.models.token_order import TokenOrder
 
@@ -24,6 +24,9 @@ LOG = logging.getLogger(__name__)
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """Names in transformers of the weights that may be tied."""
+
+CHOSEN_WEIGHTS = "transformers_weights"
+"""Entry of a config: the file of the weights, or an index of several, if they are not those of the usual names."""
 
 WEIGHT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Supported dtypes, by their names in safetensors files."""
@@ -93,23 +96,37 @@ class _StoredTensor:
 
 
 def weight_files(files: ModelFiles) -> list[str]:
-    """Return the names of the weight files that are loaded.
+    """Return the names of the weight files that are loaded: as in transformers those that the config names, one, or many.
 
     Raises:
-        ValueError: the index is damaged.
+        ValueError: the entry of the config, or the index, is damaged.
     """
-    if not (files.fetch(*CONFIG_FILES) / WEIGHT_INDEX).is_file():
-        return [SINGLE_WEIGHT_FILE]
-    weight_map = files.read_json(WEIGHT_INDEX).get("weight_map")
-    place = f"model {files.name!r} has a {WEIGHT_INDEX} with weight_map"
+    chosen = files.read_json(CONFIG).get(CHOSEN_WEIGHTS)
+    if chosen is None:
+        is_indexed = (files.fetch(*CONFIG_FILES) / WEIGHT_INDEX).is_file() and SINGLE_WEIGHT_FILE not in files.names()
+        chosen = WEIGHT_INDEX if is_indexed else SINGLE_WEIGHT_FILE
+    elif not _is_name(chosen, (".safetensors", ".safetensors.index.json")):
+        raise ValueError(
+            f"model {files.name!r} has a {CONFIG} with {CHOSEN_WEIGHTS}={shown(chosen)}, which is not allowed: it must be the "
+            "name of a .safetensors or .safetensors.index.json file beside it"
+        )
+    if chosen.endswith(".safetensors"):
+        return [chosen]
+    weight_map = files.read_json(chosen).get("weight_map")
+    place = f"model {files.name!r} has a {chosen} with weight_map"
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{place}={shown(weight_map)}, which is not allowed: it must be an object of weights and their files")
     for key, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+        if not _is_name(file, (".safetensors",)):
             raise ValueError(
                 f"{place}[{key!r}]={file!r}, which is not allowed: it must be the name of a .safetensors file beside it"
             )
     return sorted(set(weight_map.values()))
+
+
+def _is_name(found: object, suffixes: tuple[str, ...]) -> bool:
+    """Whether an entry is the name of a file, with one of some suffixes, and no path to it."""
+    return isinstance(found, str) and Path(found).name == found and found.endswith(suffixes)
 
 
 def fetch_weights(files: ModelFiles) -> list[Path]:
@@ -152,7 +169,7 @@ def _find_tensors(files: ModelFiles, dtypes: Collection[str] | None = WEIGHT_DTY
             raise ValueError(
                 no_model(files)
                 or f"model {name!r} has no weight file {file.name}: weights must be in {SINGLE_WEIGHT_FILE} "
-                f"or in the files of {WEIGHT_INDEX} (found {some(found)})"
+                f"or in the files of {WEIGHT_INDEX}, unless {CONFIG} has {CHOSEN_WEIGHTS} (found {some(found)})"
             )
         try:
             with safe_open(file, framework="pt") as reader:
