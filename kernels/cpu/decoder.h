@@ -29,8 +29,9 @@ struct DecoderLayer {
 struct Decoder {
   int64_t num_layers;
   int64_t hidden_size;
-  int64_t vocab_size; // of the embedding; the head may be of the first tokens alone
-  int64_t has_gelu;   // in place of SiLU
+  int64_t vocab_size;     // of the embedding; the head may be of the first tokens alone
+  int64_t has_gelu;       // in place of SiLU
+  int64_t has_wide_norms; // their weights are of type float
   float eps;
   float embedding_scale;
   const void* embedding;  // [vocab_size, hidden_size], or null if it is the head
@@ -80,18 +81,23 @@ void rms_norm(Member& member, const T* x, const W* weight, T* output, int64_t nu
   member.share(num_rows, size, [&](int64_t row) { norm_row(x + row * size, weight, output + row * size, size, eps); });
 }
 
-// The weight is of type T, or of type float if `is_wide`.
+// Do something with a number of the type of norms' weights, which is float if they are wide.
+template <typename T, typename Work>
+inline void with_weights(int64_t are_wide, const Work& work) {
+  are_wide ? work(float{}) : work(T{});
+}
+
 template <typename T>
 void run_norm(Team* team, const T* x, const void* weight, int64_t is_wide, T* output, int64_t num_rows, int64_t size, float eps) {
-  run(team, num_rows * size, [&](Member& member) {
-    is_wide ? rms_norm(member, x, static_cast<const float*>(weight), output, num_rows, size, eps)
-            : rms_norm(member, x, static_cast<const T*>(weight), output, num_rows, size, eps);
+  with_weights<T>(is_wide, [&]<typename W>(W) {
+    run(team, num_rows * size,
+        [&](Member& member) { rms_norm(member, x, static_cast<const W*>(weight), output, num_rows, size, eps); });
   });
 }
 
 // Add the RMSNorm of x to the residual stream; x is overwritten.
-template <typename T>
-void add_norm(Member& member, T* x, const T* weight, T* stream, int64_t num_rows, int64_t size, float eps) {
+template <typename T, typename W>
+void add_norm(Member& member, T* x, const W* weight, T* stream, int64_t num_rows, int64_t size, float eps) {
   member.share(num_rows, size, [&](int64_t row) {
     T *added = x + row * size, *sum = stream + row * size;
     norm_row(added, weight, added, size, eps);
@@ -100,15 +106,15 @@ void add_norm(Member& member, T* x, const T* weight, T* stream, int64_t num_rows
   });
 }
 
-// Norm and rotate queries and keys, and write keys and values to their slots. The norm of heads is of type W.
+// Norm and rotate queries and keys, and write keys and values to their slots. Norms' weights are of type W.
 template <typename T, typename W>
 void rope_and_write_kv(Member& member, const DecoderLayer& layer, T* qkv, const int64_t* positions, const int64_t* slots,
                        int64_t num_tokens, float eps) {
   const int64_t num_heads = layer.attention.num_heads, num_kv_heads = layer.attention.num_kv_heads, head_dim = layer.attention.head_dim;
   const int64_t num_qk_heads = num_heads + num_kv_heads, token_size = (num_qk_heads + num_kv_heads) * head_dim;
   const int64_t half = head_dim / 2, q_size = num_heads * head_dim, k_size = num_kv_heads * head_dim;
-  const T *rope_table = static_cast<const T*>(layer.rope_table), *row_norm = static_cast<const T*>(layer.row_norm);
-  const W* qk_norm = static_cast<const W*>(layer.qk_norm);
+  const T* rope_table = static_cast<const T*>(layer.rope_table);
+  const W *row_norm = static_cast<const W*>(layer.row_norm), *qk_norm = static_cast<const W*>(layer.qk_norm);
   with_stored<T>(layer.kv, [&]<typename S>(S) {
     member.share(num_tokens, token_size, [&](int64_t token) {
       const T* cos = rope_table + positions[token] * 2 * head_dim;
@@ -133,14 +139,13 @@ void rope_and_write_kv(Member& member, const DecoderLayer& layer, T* qkv, const 
   });
 }
 
-// The norm of heads is of type T, or of type float if `is_wide`.
 template <typename T>
 void run_rope(Team* team, const DecoderLayer& layer, int64_t is_wide, T* qkv, const int64_t* positions, const int64_t* slots,
               int64_t num_tokens, float eps) {
   const AttentionSpec& heads = layer.attention;
-  run(team, num_tokens * (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim, [&](Member& member) {
-    is_wide ? rope_and_write_kv<T, float>(member, layer, qkv, positions, slots, num_tokens, eps)
-            : rope_and_write_kv<T, T>(member, layer, qkv, positions, slots, num_tokens, eps);
+  with_weights<T>(is_wide, [&]<typename W>(W) {
+    run(team, num_tokens * (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim,
+        [&](Member& member) { rope_and_write_kv<T, W>(member, layer, qkv, positions, slots, num_tokens, eps); });
   });
 }
 
@@ -234,13 +239,17 @@ void forward(const Decoder& decoder, const AttentionPlan& plan, const DecoderPas
   team.run([&](Member& member) {
     const auto norm = [&](const T* x, const void* weight, T* result, int64_t count) -> const T* { // what a part of a layer reads
       if (!weight) return x;
-      rms_norm(member, x, static_cast<const T*>(weight), result, count, size, decoder.eps);
+      with_weights<T>(decoder.has_wide_norms, [&]<typename W>(W) {
+        rms_norm(member, x, static_cast<const W*>(weight), result, count, size, decoder.eps);
+      });
       return result;
     };
     const auto add = [&](const Weight& weight, const T* rows, const void* norm, T* x, int64_t count) { // to the stream
       if (!norm) return linear(member, weight, rows, count, x, x, room);
       linear<T>(member, weight, rows, count, nullptr, normed, room);
-      add_norm(member, normed, static_cast<const T*>(norm), x, count, size, decoder.eps);
+      with_weights<T>(decoder.has_wide_norms, [&]<typename W>(W) {
+        add_norm(member, normed, static_cast<const W*>(norm), x, count, size, decoder.eps);
+      });
     };
     T *stream_rows = stream, *attended_rows = attended;
     int64_t num_rows = num_tokens;
@@ -250,7 +259,9 @@ void forward(const Decoder& decoder, const AttentionPlan& plan, const DecoderPas
       for_parts(num_tokens, kPartRows, [&](int64_t first, int64_t count) {
         T* rows = qkv + first * qkv_size;
         linear<T>(member, layer.qkv, norm(stream + first * size, layer.input_norm, normed, count), count, nullptr, rows, room);
-        rope_and_write_kv<T, T>(member, layer, rows, plan.positions + first, pass.slot_mapping + first, count, decoder.eps);
+        with_weights<T>(decoder.has_wide_norms, [&]<typename W>(W) {
+          rope_and_write_kv<T, W>(member, layer, rows, plan.positions + first, pass.slot_mapping + first, count, decoder.eps);
+        });
       });
       tree_attention(member, plan, layer.attention, items, qkv, qkv_size, layer.kv, attended);
       if (i + 1 == decoder.num_layers && pass.num_rows < num_tokens) { // the other rows have written their KV: they are done

@@ -75,7 +75,7 @@ class DecoderStruct(ctypes.Structure):
     """``Decoder`` of the C++."""
 
     _fields_ = [
-        *((name, INT) for name in ("num_layers", "hidden_size", "vocab_size", "has_gelu")),
+        *((name, INT) for name in ("num_layers", "hidden_size", "vocab_size", "has_gelu", "has_wide_norms")),
         ("eps", FLOAT),
         ("embedding_scale", FLOAT),
         *((name, POINTER) for name in ("embedding", "final_norm", "layers", "team")),

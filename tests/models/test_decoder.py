@@ -217,7 +217,22 @@ def test_half_precision_is_as_close_as_transformers_is(tmp_path: Path, family: s
     chain = DraftTree.chain(token_ids[40:])
     logits = session.run([QueryRow(session.block_ids[0], 39, token_ids[39:40])], chain)
     theirs = reference_logits(reference.to(getattr(torch, dtype)), token_ids)[39:]
-    assert (logits - expected).norm() <= 1.5 * (theirs - expected).norm()
+    assert (logits - expected).norm() <= 1.2 * (theirs - expected).norm()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", ["llama", "gemma", "gemma3", "olmo2", "olmo3"])
+def test_norms_are_rounded_where_those_of_transformers_are(tmp_path: Path, family: str, dtype: str) -> None:
+    """Up to the order of a sum: before the product with a weight, or after it."""
+    model_type, config = FAMILIES[family]
+    reference = make_model(tmp_path, model_type, **config).to(getattr(torch, dtype))
+    reference.save_pretrained(tmp_path)
+    model, layer = load(tmp_path, dtype), reference.model.layers[1]
+    x = torch.randn(64, 48, generator=torch.Generator().manual_seed(0)).to(model.dtype)
+    pairs = [(getattr(model.layer_weights[1], name), layer.get_submodule(source)) for name, source in model.config.norms.items()]
+    for weight, theirs in [*pairs, (model.final_norm, reference.model.norm)]:
+        normed = model.ops.rms_norm(x, weight, model.config.rms_norm_eps)
+        assert normed.dtype == model.dtype and (normed != theirs(x)).float().mean() < 0.002
 
 
 @pytest.mark.parametrize("is_tied", [False, True])

@@ -75,6 +75,7 @@ class DecoderConfig(ModelConfig):
     logits_scale: float = 1.0  # is folded into the final norm when it is loaded
     norms: Mapping[str, str]  # names in `titan.models.layers.LayerWeights`, and in the checkpoint
     norm_offset: float = 0.0  # is added to the weights of all norms when they are loaded
+    has_wide_norms: bool = False  # their weights are float32 in every dtype
     is_fused: bool = False  # q, k and v are one tensor of the checkpoint, gate and up another
 
     @property
@@ -138,6 +139,7 @@ class DecoderConfig(ModelConfig):
             is_fused=family.is_fused,
             norms=family.norms,
             norm_offset=family.norm_offset,
+            has_wide_norms=family.has_wide_norms,
             max_position_embeddings=max_position_embeddings,
             ropes=ropes,
             eos_token_ids=end_tokens(config.eos_token_id, eos_token_ids, config.vocab_size),

@@ -41,16 +41,17 @@ class Decoder(nn.Module):
 
         weight_device = torch.device("meta") if is_empty else device
 
-        def empty(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, dtype=dtype, device=weight_device), requires_grad=False)
+        def empty(name: str, *shape: int) -> nn.Parameter:
+            own_dtype = torch.float32 if config.has_wide_norms and name.endswith("_norm") else dtype
+            return nn.Parameter(torch.empty(shape, dtype=own_dtype, device=weight_device), requires_grad=False)
 
-        self.embedding = empty(config.vocab_size, config.hidden_size)
+        self.embedding = empty("embedding", config.vocab_size, config.hidden_size)
         shapes = layer_shapes(config)
         self.layers = nn.ModuleList(
-            nn.ParameterDict({name: empty(*shape) for name, shape in shapes.items()}) for _ in range(config.num_layers)
+            nn.ParameterDict({name: empty(name, *shape) for name, shape in shapes.items()}) for _ in range(config.num_layers)
         )
-        self.final_norm = empty(config.hidden_size)
-        self.lm_head = None if "tied_embedding" in config.traits else empty(config.vocab_size, config.hidden_size)
+        self.final_norm = empty("final_norm", config.hidden_size)
+        self.lm_head = None if "tied_embedding" in config.traits else empty("lm_head", config.vocab_size, config.hidden_size)
         self._layer_weights: tuple[LayerWeights, ...] = ()
         self._next_norms: tuple[Tensor | None, ...] = ()  # per layer, the norm weight applied to its output
         self.head = torch.empty(0, dtype=dtype, device=device)
@@ -67,7 +68,7 @@ class Decoder(nn.Module):
         assert weight_bits is None or (pack and self.ops.packs_8_bits)
         self.weight_bits = weight_bits
         packs = pack and (self.ops.packs or weight_bits is not None)
-        # Tables are computed in float32 and rounded once, as transformers rounds its cosines and sines.
+        # Tables are computed in float32 and rounded once, as transformers rounds its cosines and sines, but for those of OLMo.
         tables = {
             rope: rope_table(rope, config.head_dim, config.max_position_embeddings).to(self.device, self.dtype)
             for rope in set(config.ropes)

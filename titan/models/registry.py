@@ -44,6 +44,7 @@ class Family(NamedTuple):
     may_rotate_part: bool = False  # of each head: partial_rotary_factor
     norms: Mapping[str, str] = PRE_NORMS
     norm_offset: float = 0.0  # norms multiply by their weights and this
+    has_wide_norms: bool = False  # they multiply in float32, and round what comes out
     layer_ropes: tuple[str | None, ...] | None = None  # entries of rope_parameters, None = no rotation; None: all have the whole
 
 
@@ -88,7 +89,7 @@ def _smollm3(config: PretrainedConfig) -> Family:
 
 def _olmo2(config: PretrainedConfig) -> Family:
     traits = frozenset({"row_norm", *_biases(config.attention_bias)})
-    return Family((None,) * config.num_hidden_layers, traits, norms=POST_NORMS)
+    return Family((None,) * config.num_hidden_layers, traits, norms=POST_NORMS, has_wide_norms=True)
 
 
 def _olmo3(config: PretrainedConfig) -> Family:
@@ -99,7 +100,7 @@ def _gemma(config: PretrainedConfig) -> Family:
     if config.use_bidirectional_attention:
         raise NotNativeError("use_bidirectional_attention=True is not supported: it must be false")
     family = Family((None,) * config.num_hidden_layers, frozenset(_biases(config.attention_bias)))
-    return family._replace(embedding_scale=config.hidden_size**0.5, norm_offset=1.0)
+    return family._replace(embedding_scale=config.hidden_size**0.5, norm_offset=1.0, has_wide_norms=True)
 
 
 def _gemma3(config: PretrainedConfig) -> Family:

@@ -298,21 +298,18 @@ def _load_weights(
     parts: dict[tuple[nn.Module, str], list[str]] = {}
     for key, destination in destinations.items():
         parts.setdefault((destination.owner, destination.parameter), []).append(key)
-
-    def empty(num_elements: int) -> Tensor:
-        return torch.empty(num_elements, dtype=model.dtype, device=model.device)
-
     packs = pack and (model.ops.packs or weight_bits is not None)
     packed = {part for part in parts if packs and model.is_packable(part[1])}
     # Plain weights that are to be packed share one buffer: freed one by one, they would leave holes in the heap that the
     # packed ones do not fit into, which adds up to a third of the model. Large ones leave none.
     sizes = [owner.get_parameter(parameter).numel() for owner, parameter in packed]
-    buffer = empty(max((size for size in sizes if size <= MAX_SHARED_NUMBERS), default=0))
+    size = max((size for size in sizes if size <= MAX_SHARED_NUMBERS), default=0)
+    buffer = torch.empty(size, dtype=model.dtype, device=model.device)
     for (owner, parameter), keys in parts.items():
-        shape = owner.get_parameter(parameter).shape
+        shape = (empty := owner.get_parameter(parameter)).shape
         is_packed = (owner, parameter) in packed
         is_shared = is_packed and shape.numel() <= MAX_SHARED_NUMBERS
-        value = (buffer[: shape.numel()] if is_shared else empty(shape.numel())).view(shape)
+        value = buffer[: shape.numel()].view(shape) if is_shared else torch.empty_like(empty, device=model.device)
         for key in keys:
             places = token_places if parameter in ("embedding", "lm_head") else destinations[key].places
             _copy_tensor(value, destinations[key], tensors[key], None if places is None else places.to(model.device))
