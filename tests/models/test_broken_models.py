@@ -101,6 +101,7 @@ BROKEN: dict[str, tuple[Damage, str]] = {
         f"{NATIVE}quantization_config says that the weights are quantized (gptq), which is not supported: use float32, ...",
     ),
     "activation": (config(hidden_act="gelu"), f"{NATIVE}hidden_act='gelu' is not supported: it must be one of silu, ..."),
+    "later tokens": (config(is_causal=False), f"{NATIVE}is_causal=False is not supported: it must be true"),
     "no KV heads": (config(num_key_value_heads=0), f"{CONFIG}num_key_value_heads=0 {SIZE}"),
     "text for a size": (config(hidden_size="48"), f"{CONFIG}hidden_size='48' {SIZE}"),
     "null for a size": (config(num_hidden_layers=None), f"{CONFIG}num_hidden_layers=None {SIZE}"),
@@ -178,7 +179,16 @@ BROKEN: dict[str, tuple[Damage, str]] = {
 }
 
 
-NATIVE_ONLY = {"architecture", "no architecture", "model type", "quantized", "activation", "rope type", "part of a rotation"}
+NATIVE_ONLY = {
+    "architecture",
+    "no architecture",
+    "model type",
+    "quantized",
+    "activation",
+    "later tokens",
+    "rope type",
+    "part of a rotation",
+}
 """What is refused with model_impl="native" alone: else such models go to transformers."""
 
 UNFIT = "has a checkpoint that cannot be used: the weights do not fit LlamaForCausalLM: "
@@ -208,6 +218,7 @@ TRANSFORMERS: dict[str, tuple[Damage, str]] = {
     "dtype": (config(dtype="float64"), f"{CONFIG}dtype='float64' is not supported; allowed: 'float32', 'bfloat16', 'float16'"),
     "no dtype": (config(dtype="bogus"), f"{CONFIG}dtype='bogus' is not supported; allowed: 'float32', 'bfloat16', 'float16'"),
     "text for a quantisation": (config(quantization_config="gptq"), QUANTISATION),
+    "later tokens": (config(is_causal=False), f"{CONFIG}LlamaAttention has attention that is not causal, ..."),
     "activation": (config(hidden_act="boo"), f"{CONFIG}hidden_act='boo' is not supported; allowed: 'gelu', ..."),
     "rope type": (
         config(rope_parameters={"rope_type": "spiral"}),

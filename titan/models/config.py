@@ -14,7 +14,7 @@ from titan.core.attention import AttentionSpec, LayerSpec, kv_groups, window_len
 from titan.core.checks import check_choice, check_integer, check_number, shown
 from titan.core.dtypes import RUN_DTYPES
 from titan.core.kv_tensor import KVLayout
-from titan.models.registry import ARCHITECTURES, WHOLE_ROPE, activation_trait
+from titan.models.registry import ARCHITECTURES, WHOLE_ROPE, NotNativeError, activation_trait
 from titan.models.rope import NO_ROPE, Rope, read_rope, rope_entries
 
 if TYPE_CHECKING:
@@ -102,6 +102,8 @@ class DecoderConfig(ModelConfig):
             raise ValueError(f"head_dim={head_dim} is odd: rotary embeddings need an even one")
         if not 0 <= config.rms_norm_eps < 1:
             raise ValueError(f"rms_norm_eps={config.rms_norm_eps} is not allowed: it must be a number in [0, 1)")
+        if not getattr(config, "is_causal", True):
+            raise NotNativeError("is_causal=False is not supported: it must be true")
         family = ARCHITECTURES[architecture](config)
         entries = family.layer_ropes or (WHOLE_ROPE,) * len(family.layer_windows)
         read = partial(read_rope, config, head_dim, may_rotate_part=family.may_rotate_part)
