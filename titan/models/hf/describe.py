@@ -52,7 +52,8 @@ def describe(source: Any, eos_token_ids: tuple[int, ...] | None = None, *, trust
         check_quantisation(source)
     register()
     model = empty_model(source, trust_remote_code=trust_remote_code)
-    _check_model(model)
+    if getattr(type(model), "_is_stateful", False):
+        raise ValueError(f"{type(model).__name__} keeps another state than keys and values, which is not supported")
     text_config = model.config.get_text_config()
     limit = num_positions(text_config, getattr(text_config, "max_position_embeddings", None) or DEFAULT_POSITIONS)
     modules: tuple[ProbedModule, ...] = ()
@@ -133,16 +134,6 @@ def register() -> None:
     AttentionMaskInterface.register(probe.PROBE, probe.make_mask)
     ALL_EXPERTS_FUNCTIONS.register(probe.PROBE, probe.run_experts)
     ALL_EXPERTS_FUNCTIONS.register(interface.IMPLEMENTATION, run_experts)
-
-
-def _check_model(model: Any) -> None:
-    """Refuse a model that keeps a state that cannot be rolled back.
-
-    Raises:
-        ValueError: it does.
-    """
-    if getattr(type(model), "_is_stateful", False):
-        raise ValueError(f"{type(model).__name__} keeps another state than keys and values, which is not supported")
 
 
 def _end_tokens(config: Any) -> Any:
