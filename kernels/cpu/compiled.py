@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from titan.kernels.cpu.library import LoadedLibrary
 from titan.kernels.cpu.threads import available_cores
+from titan.kernels.torch.backend import torch_threads
 
 COMPILED_DTYPES = (torch.float32, torch.bfloat16)
 """Dtypes that the library's functions exist for."""
@@ -31,7 +32,7 @@ class CompiledKernels:
     def __init__(self, loaded: LoadedLibrary, num_threads: int | None = None) -> None:
         assert loaded.library is not None, loaded.description
         self.description = loaded.description
-        self.num_threads = num_threads or min(available_cores(), torch.get_num_threads())
+        self.num_threads = num_threads or min(available_cores(), torch_threads())
         self._find = loaded.library.find_function
         self._find.restype, self._find.argtypes = POINTER, [ctypes.c_char_p, INT]
         self.team: int | None = self.plain_function("make_team", None, INT, result=POINTER)(self.num_threads)

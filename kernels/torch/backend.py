@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
+from threading import RLock, get_ident
 from typing import Any
 
 import torch
@@ -25,18 +26,39 @@ KV_MEMORY_SHARE = 0.4
 """Largest share of the host's free memory that the KV caches take, unless their size is given."""
 
 
+_open_contexts: list[tuple[int, int]] = []  # of `using_threads`: a thread of Python, and the number that PyTorch then gets back
+_lock = RLock()
+
+
+def torch_threads() -> int:
+    """Return how many threads PyTorch uses outside of `using_threads`, whose number new threads of Python would see meanwhile."""
+    with _lock:
+        return _open_contexts[0][1] if _open_contexts else torch.get_num_threads()
+
+
 @contextmanager
 def using_threads(num_threads: int) -> Iterator[None]:
-    """Let PyTorch use so many threads for what this thread computes."""
-    before = torch.get_num_threads()
-    if before == num_threads:
-        yield
-        return
-    torch.set_num_threads(num_threads)
+    """Let PyTorch use so many threads for what this thread of Python computes.
+
+    PyTorch cannot set this for one thread alone: another one whose first parallel operation runs meanwhile keeps this number.
+    """
+    own = get_ident()
+    with _lock:
+        is_inner = any(thread == own for thread, _ in _open_contexts)
+        before = torch.get_num_threads() if is_inner else torch_threads()
+        _open_contexts.append((own, before))
     try:
+        _set_threads(num_threads)
         yield
     finally:
-        torch.set_num_threads(before)
+        _set_threads(before)
+        with _lock:
+            _open_contexts.remove((own, before))
+
+
+def _set_threads(num_threads: int) -> None:
+    if torch.get_num_threads() != num_threads:  # a call changes more than the number: MKL then never uses fewer
+        torch.set_num_threads(num_threads)
 
 
 class TorchBackend:
@@ -53,7 +75,7 @@ class TorchBackend:
     def __init__(self, device: torch.device, description: str = "PyTorch", num_threads: int | None = None) -> None:
         self.device = device
         self.is_host = device.type == "cpu"
-        self.num_threads = torch.get_num_threads() if num_threads is None else num_threads
+        self.num_threads = torch_threads() if num_threads is None else num_threads
         self._description = description
         self.cache: CacheOps = TorchCache(self.upload)
         self.sampling: SamplingOps = TorchSampling(self.upload)

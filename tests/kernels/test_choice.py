@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from titan.kernels.cpu.layers import CompiledOps
 from titan.kernels.cpu.library import load_library
 from titan.kernels.cpu.threads import available_cores
 from titan.kernels.interfaces import Backend
-from titan.kernels.torch.backend import TorchBackend
+from titan.kernels.torch.backend import TorchBackend, torch_threads, using_threads
 from titan.kernels.torch.layers import TorchOps
 from titan.kernels.triton.backend import DECODER_TRAITS, TritonBackend
 from titan.kernels.triton.layers import TritonOps
@@ -88,10 +90,48 @@ def test_without_a_compiler_pytorch_runs_with_the_threads_that_were_asked_for(
     assert "not compiled: no C++ compiler was found" in backend.facts()["kernels"] and "7 threads" in backend.facts()["device"]
     with choose_backend(CPU).active():
         assert counts == []
+    monkeypatch.undo()
     before = torch.get_num_threads()
     with backend.active():
-        assert counts == [7]
-    assert counts == [7, before]
+        assert torch.get_num_threads() == 7
+    assert torch.get_num_threads() == before
+
+
+@pytest.fixture
+def _three_torch_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_three_torch_threads")
+@pytest.mark.parametrize("choice", ["auto", "torch"])
+def test_an_engine_that_is_made_while_another_runs_has_the_threads_that_it_would_have_had_before(
+    choice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("titan.kernels.cpu.compiled.available_cores", lambda: 8)
+    monkeypatch.setenv(CPU_KERNELS, choice)
+    facts = choose_backend(CPU).facts()
+    assert facts["device"] == "cpu, 3 threads"
+    with using_threads(1), ThreadPoolExecutor(1) as executor:
+        assert executor.submit(lambda: choose_backend(CPU).facts()).result() == choose_backend(CPU).facts() == facts
+
+
+@pytest.mark.usefixtures("_three_torch_threads")
+def test_a_thread_gets_back_the_number_from_before_all_that_run() -> None:
+    with using_threads(1), ThreadPoolExecutor(1) as executor:
+
+        def numbers_within() -> list[int]:
+            with using_threads(2), using_threads(4):
+                pass
+            return [torch_threads(), torch.get_num_threads()]
+
+        assert executor.submit(numbers_within).result() == [3, 3]
+        with using_threads(2):
+            pass
+        assert [torch_threads(), torch.get_num_threads()] == [3, 1]
+    assert [torch_threads(), torch.get_num_threads()] == [3, 3]
 
 
 def test_threads_are_as_many_as_physical_cores_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,8 @@ class ModelOptions:
             instructions), "float32", "bfloat16", "float16", or the torch dtype; "float" and "half" are float32 and float16.
         device: "auto" (CUDA if available, with Triton), "cpu", "cuda", "cuda:N", or the torch device.
         num_threads: threads of a CPU; ``None`` = one per physical core that the process may use, at most as many as PyTorch has.
+            A thread of yours whose first parallel operation in PyTorch runs during a step keeps PyTorch's number of threads there,
+            often 1, until it calls `torch.set_num_threads`, as PyTorch cannot set it for an engine's thread alone.
         seed: for the requests that have none; ``None`` = another one for each engine.
         max_model_len: maximum tokens of a request, prompt and output; ``None`` = the model's positions.
         warm_up: compile and record all that passes on a GPU need at the start, and for each new draft, with a progress bar;
