@@ -13,8 +13,10 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -36,8 +38,8 @@ FLAGS = (
     *(f"-DTITAN_{purpose.name}={purpose.value}" for purpose in Purpose),
 )
 LOG = logging.getLogger(__name__)
-COMPILE_SECONDS = 120
-"""Time limit of a run of the compiler."""
+COMPILE_SECONDS = 600
+"""Time limit of a run of the compiler, which takes several minutes where a container has a part of a core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ def _reason(error: Exception) -> str:
 
 def _identity(command: list[str]) -> str:
     """Return text that differs between libraries of different sources, compilers and processors."""
-    version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=True, timeout=COMPILE_SECONDS).stdout
+    version = _run([command[0], "--version"])
     sources = [file.read_text(encoding="utf-8") for file in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
     return _digest("\n".join((*sources, version, *command, platform.machine(), _processor())).encode())
 
@@ -126,6 +128,20 @@ def _compile(command: list[str], folder: Path, identity: str, how_often: str) ->
     LOG.warning("compiling the kernels of this CPU, which takes half a minute to a minute (%s)", how_often)
     with tempfile.TemporaryDirectory(dir=folder) as temporary:  # other processes may compile at the same time
         built = Path(temporary) / "cpu_kernels.so"
-        full_command = [*command, str(SOURCE), "-o", str(built)]
-        subprocess.run(full_command, capture_output=True, text=True, check=True, timeout=COMPILE_SECONDS)
+        _run([*command, str(SOURCE), "-o", str(built)])
         return built.replace(folder / f"cpu_kernels-{identity}-{_digest(built.read_bytes())}.so")
+
+
+def _run(command: list[str]) -> str:
+    """Run a compiler and return its output; if it takes too long, or this is interrupted, all that it has started ends with it."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
+        try:
+            output, errors = process.communicate(timeout=COMPILE_SECONDS)
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if process.returncode != 0:
+        raise subprocess.CalledProcessError(process.returncode, command, output, errors)
+    return output

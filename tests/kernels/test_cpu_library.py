@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import select
 import shutil
 import subprocess
 import tempfile
@@ -83,6 +84,33 @@ def test_a_compiler_that_fails_is_told_with_its_error(
     assert message in loaded.description and "\n" not in loaded.description
     assert loaded.description in caplog.text
     assert list(tmp_path.glob("titan/*")) == []
+
+
+@pytest.mark.parametrize("interruption", [None, KeyboardInterrupt])
+def test_a_compiler_that_takes_too_long_or_is_interrupted_ends_with_what_it_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, interruption: type[BaseException] | None
+) -> None:
+    (compiler := tmp_path / "slow").write_text("#!/bin/sh\nsleep 100 &\necho slow\nwait\n", encoding="utf-8")
+    compiler.chmod(0o700)
+    communicate, pipes = subprocess.Popen.communicate, []
+
+    def communicate_once_it_runs(process: Any, *args: Any, **options: Any) -> Any:
+        pipes.append(os.dup(process.stdout.fileno()))  # of which all its processes have the other end
+        assert os.read(pipes[0], 5) == b"slow\n"
+        if interruption is not None:
+            raise interruption
+        return communicate(process, *args, **options)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", communicate_once_it_runs)
+    monkeypatch.setattr(cpu_library, "COMPILE_SECONDS", 0.01)
+    monkeypatch.setenv("CXX", str(compiler))
+    if interruption is None:
+        assert "timed out" in load_library(NATIVE).description
+    else:
+        with pytest.raises(interruption):
+            load_library(NATIVE)
+    assert select.select(pipes, [], [], 10)[0] == pipes and os.read(pipes[0], 1) == b"", "a process runs"
+    os.close(pipes[0])
 
 
 def test_without_a_compiler_what_it_costs_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
