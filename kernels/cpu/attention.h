@@ -284,7 +284,7 @@ void attend_by_vectors(const ItemRows<S>& rows, const T* q, int64_t q_stride, T*
 }
 
 // Divide the requests of a plan among threads: their KV heads, so that there are items enough for threads to balance, and where there
-// are fewer of these than threads, their rows as well.
+// are at most half as many of these as threads, their rows as well, kMostRows or more each.
 inline std::vector<AttentionItem> attention_items(const AttentionPlan& plan, const AttentionSpec& spec, int64_t num_threads) {
   std::vector<AttentionItem> items;
   const int64_t* starts = plan.query_start_loc;
