@@ -396,7 +396,7 @@ class Backend(Protocol):
         """
 
     def free_memory(self) -> int:
-        """Return how many bytes can be allocated on the device."""
+        """Return how many bytes can be allocated on the device; what PyTorch holds of it in reserve is given back first."""
 
     def utilization(self) -> float | None:
         """Return the share of the last moments in which the device was busy; ``None`` if it does not report it."""

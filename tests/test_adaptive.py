@@ -32,6 +32,7 @@ from titan.adaptive.pass_cost import PassCost
 from titan.adaptive.speculation import AdaptiveSpeculation
 from titan.core.draft_history import AcceptanceCounts
 from titan.core.growth import BeamSpec, Feed
+from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import DraftTree
 from titan.diagnosis import faults
@@ -245,6 +246,29 @@ def test_decisions_are_repeated_only_for_requests_that_may_draft_as_much(
     params = [SamplingParams(temperature=temperature, max_tokens=limit, ignore_eos=True) for limit in limits]
     output = run_all(engine, [prompt[:9] for prompt in PROMPTS[:3]], params)
     assert [*map(len, output)] == limits and found[True] > 3 and found[False]
+
+
+def test_new_requests_start_at_the_temperature_that_repeated_steps_showed(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step that drafts counts once for each of its requests, or it ends with it."""
+    Machine(monkeypatch, {0: 0.01})
+    engine, num_followed, num_drafting = adaptive_engine(zoo, "llama~", **AMPLE), 0, 0
+    follow = AdaptiveSpeculation._follow_temperature
+
+    def note(adaptive: AdaptiveSpeculation, request: Request, num_observed: int = 1) -> None:
+        nonlocal num_followed
+        num_followed += num_observed
+        follow(adaptive, request, num_observed)
+
+    def count(plan: StepPlan, acceptance: Acceptance) -> None:
+        nonlocal num_drafting
+        num_drafting += len(plan.emitting_rows()) * (acceptance.trees.num_nodes > 0)
+
+    monkeypatch.setattr(AdaptiveSpeculation, "_follow_temperature", note)
+    engine.observers.append(count)
+    for prompt in PROMPTS[:4]:
+        run_all(engine, [prompt], [greedy(60, ignore_eos=True)])
+    assert engine.adaptive is not None
+    assert num_followed + engine.adaptive._num_repeats == num_drafting > 40
 
 
 def test_what_a_drafter_without_a_model_takes_counts(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:

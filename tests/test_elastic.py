@@ -296,6 +296,7 @@ def test_memory_that_a_larger_cache_has_yet_to_take_is_not_free(zoo: Zoo, monkey
     monkeypatch.setattr(engine.backend, "free_memory", lambda: 100 * num_bytes)
     run_all(engine, PROMPTS, PARAMS)
     engine.resize_kv_cache(140)
+    engine.resize_kv_cache(140)  # changes nothing
     num_kept = 140 - engine.kv.pool.num_blank
     for num_touched, num_free in ((num_kept, 0), (100, 60)):
         engine.kv.pool.release(engine.kv.pool.allocate(num_touched - num_kept))
@@ -305,6 +306,9 @@ def test_memory_that_a_larger_cache_has_yet_to_take_is_not_free(zoo: Zoo, monkey
             engine.swap_draft(zoo.path("llama~"))
     engine.kv.pool.release(engine.kv.pool.allocate(140 - num_kept))
     engine.compact_kv_cache()
+    tensors = dict(engine.kv.tensors)
+    engine.resize_kv_cache(140)
+    assert engine.kv.tensors == tensors, "new ones would have to be paid for"
     engine.swap_draft(zoo.path("llama~"))
     engine.resize_kv_cache(240)
 

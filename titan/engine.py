@@ -331,6 +331,8 @@ class Engine:
         """
         requests = self.scheduler.in_flight
         self._check_resize(check_integer("num_blocks", num_blocks, 1), requests)
+        if num_blocks == self.kv.num_blocks:
+            return
         with self.backend.active():
             tensors = {
                 role: KVTensor(each.layout, num_blocks, each.block_size, self.backend.device, torch.empty)

@@ -39,7 +39,10 @@ FLAGS = (
 )
 LOG = logging.getLogger(__name__)
 COMPILE_SECONDS = 600
-"""Time limit of a run of the compiler, which takes several minutes where a container has a part of a core."""
+"""Time limit of compiling, which takes several minutes where a container has a part of a core."""
+
+VERSION_SECONDS = 60
+"""Time limit of asking a compiler for its version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,7 @@ def _reason(error: Exception) -> str:
 
 def _identity(command: list[str]) -> str:
     """Return text that differs between libraries of different sources, compilers and processors."""
-    version = _run([command[0], "--version"])
+    version = _run([command[0], "--version"], VERSION_SECONDS)
     sources = [file.read_text(encoding="utf-8") for file in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
     return _digest("\n".join((*sources, version, *command, platform.machine(), _processor())).encode())
 
@@ -128,16 +131,16 @@ def _compile(command: list[str], folder: Path, identity: str, how_often: str) ->
     LOG.warning("compiling the kernels of this CPU, which takes half a minute to a minute (%s)", how_often)
     with tempfile.TemporaryDirectory(dir=folder) as temporary:  # other processes may compile at the same time
         built = Path(temporary) / "cpu_kernels.so"
-        _run([*command, str(SOURCE), "-o", str(built)])
+        _run([*command, str(SOURCE), "-o", str(built)], COMPILE_SECONDS)
         return built.replace(folder / f"cpu_kernels-{identity}-{_digest(built.read_bytes())}.so")
 
 
-def _run(command: list[str]) -> str:
+def _run(command: list[str], seconds: float) -> str:
     """Run a compiler and return its output; if it takes too long, or this is interrupted, all that it has started ends with it."""
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
         try:
-            output, errors = process.communicate(timeout=COMPILE_SECONDS)
+            output, errors = process.communicate(timeout=seconds)
         except BaseException:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from threading import RLock, get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from numpy.typing import NDArray
@@ -26,14 +26,22 @@ KV_MEMORY_SHARE = 0.4
 """Largest share of the host's free memory that the KV caches take, unless their size is given."""
 
 
-_open_contexts: list[tuple[int, int]] = []  # of `using_threads`: a thread of Python, and the number that PyTorch then gets back
+class _Context(NamedTuple):
+    """One of `using_threads`."""
+
+    thread: int  # of Python
+    before: int  # number of PyTorch's threads that it gets back
+    num_threads: int  # meanwhile
+
+
+_open_contexts: list[_Context] = []
 _lock = RLock()
 
 
 def torch_threads() -> int:
     """Return how many threads PyTorch uses outside of `using_threads`, whose number new threads of Python would see meanwhile."""
     with _lock:
-        return _open_contexts[0][1] if _open_contexts else torch.get_num_threads()
+        return _open_contexts[0].before if _open_contexts else torch.get_num_threads()
 
 
 @contextmanager
@@ -42,18 +50,21 @@ def using_threads(num_threads: int) -> Iterator[None]:
 
     PyTorch cannot set this for one thread alone: another one whose first parallel operation runs meanwhile keeps this number.
     """
-    own = get_ident()
+    own, before = get_ident(), torch.get_num_threads()
     with _lock:
-        is_inner = any(thread == own for thread, _ in _open_contexts)
-        before = torch.get_num_threads() if is_inner else torch_threads()
-        _open_contexts.append((own, before))
+        is_inner = any(each.thread == own for each in _open_contexts)
+        if not is_inner and any(each.num_threads == before for each in _open_contexts):
+            before = torch_threads()  # it is not this thread's own number
+        context = _Context(own, before, num_threads)
     try:
+        with _lock:
+            _open_contexts.append(context)
         _set_threads(num_threads)
         yield
     finally:
         _set_threads(before)
         with _lock:
-            _open_contexts.remove((own, before))
+            _open_contexts.remove(context)
 
 
 def _set_threads(num_threads: int) -> None:

@@ -127,7 +127,14 @@ def test_a_thread_gets_back_the_number_from_before_all_that_run() -> None:
                 pass
             return [torch_threads(), torch.get_num_threads()]
 
+        def own_number_after() -> int:
+            torch.set_num_threads(5)
+            with using_threads(2):
+                pass
+            return torch.get_num_threads()
+
         assert executor.submit(numbers_within).result() == [3, 3]
+        assert executor.submit(own_number_after).result() == 5
         with using_threads(2):
             pass
         assert [torch_threads(), torch.get_num_threads()] == [3, 1]

@@ -208,11 +208,15 @@ class Controller:
 
     def _is_plain_due(self) -> bool:
         """Whether a step without drafts should show what such steps cost: the more often, the less drafting gains."""
-        gain = self.optimum.rate / self.optimum.off_rate - 1
         self._num_since_plain += 1
-        if self._num_since_plain >= PLAIN_STEPS * (1 + min(gain, 1.0) / PLAIN_GAIN):
+        if self._num_until_plain <= 0:
             self._num_since_plain = -NUM_PLAIN
         return self._num_since_plain < 0
+
+    @property
+    def _num_until_plain(self) -> float:
+        gain = self.optimum.rate / self.optimum.off_rate - 1
+        return PLAIN_STEPS * (1 + min(gain, 1.0) / PLAIN_GAIN) - self._num_since_plain
 
     def _delay(self, load: Load, num_nodes: list[int]) -> None:
         """Let requests wait, those that owe most, and never all, while feeding the draft would take longer than a step."""
@@ -249,7 +253,7 @@ class Controller:
             self._hoped = best(estimates.bounds, prices, self.drafting_yield.factor).num_nodes
         may_new_draft = self.optimum.drafts or self._may_new_draft(load, prices)
         num_drafts = max(each.num_drafts for each in (self.fleet, *self._compared))  # some teach nothing about others
-        self._standing.renew(load, sum(self.optimum.num_nodes), may_new_draft, num_drafts, plain_seconds)
+        self._standing.renew(load, self.optimum.num_nodes, may_new_draft, num_drafts, plain_seconds)
 
     def _may_new_draft(self, load: Load, prices: Prices) -> bool:
         """Whether drafting may pay for a new request, although it does not for those."""
@@ -282,7 +286,8 @@ class Controller:
         self._unlearned.append((self._load, decision, outcome))
         if decision.is_steady and decision.drafts:
             self._standing.note_drafts(outcome.num_accepted)
-        self._num_repeats = int(decision.is_steady and outcome.num_nodes > 0 and self._standing.num_left > 0)
+        may_repeat = decision.is_steady and outcome.num_nodes > 0 and self._standing.num_left > 0
+        self._num_repeats = int(may_repeat and self._num_until_plain > 1)
         if decision.probed or not decision.drafts:
             self._learn()
         if decision.is_probe:

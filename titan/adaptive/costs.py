@@ -53,7 +53,7 @@ class Costs:
 
     def missing_row_seconds(self, load: Load) -> float:
         """Return the seconds of each row that feeds the draft what it has missed: many at once, each may take longer than a few."""
-        n, num_missing = len(load.candidates), sum([each.num_missing - 1 for each in load.candidates])
+        n, num_missing = len(load.candidates), sum([each.num_missing - 1 for each in load.candidates if each.max_nodes])
         if self.draft is None or num_missing <= 0:
             return 0.0
         few, many = self.draft.predict(n, load.num_context_tokens), self.draft.predict(n + num_missing, load.num_context_tokens)

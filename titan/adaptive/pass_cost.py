@@ -15,7 +15,7 @@ DEVIATION, DEVIATION_RATE = 0.05, 1 / 16
 """Least deviation, as a share, that passes are expected to have from what is expected; and the weight of an observed one."""
 
 NUM_OCTAVES = 24
-"""Powers of two of rows whose times are followed."""
+"""Powers of two of rows whose times are followed; more rows are taken for as many."""
 
 PACE_VARIANCE, PACE_DRIFT = 0.04, 5e-5
 """Variance of the logarithm of the machine's pace after a measurement, and what a pass adds to it."""
@@ -85,7 +85,7 @@ class PassCost:
             num_context_tokens: tokens before them, of all requests.
             is_alternating: whether another model runs between such passes.
         """
-        octave = log2(num_rows)
+        octave = min(log2(num_rows), NUM_OCTAVES - 1.5)
         low = int(octave)
         share = octave - low
         shape = (1 - share) * self._aged(self._shapes[low]) + share * self._aged(self._shapes[low + 1])
@@ -128,7 +128,7 @@ class PassCost:
         Returns:
             By how much the logarithm of the pace has changed.
         """
-        octave = round(log2(num_rows))
+        octave = round(min(log2(num_rows), NUM_OCTAVES - 1))
         shape, company = self._shapes[octave], self._company[is_alternating]
         for belief in (shape, company):
             belief.value, belief.seen_at = self._aged(belief), self._num_seen

@@ -41,7 +41,7 @@ class AdaptiveSpeculation:
     _rows: list[int] = field(default_factory=list)  # of the plan, those that emit tokens
     _last_requests: Sequence[Request] = ()  # those of the last step, if each had one token
     _repeats: bool = False  # whether the step does as the last one did
-    _num_repeats: int = 0  # of drafts, since the temperature was followed
+    _num_repeats: int = 0  # of drafts, since the last requests' temperatures were followed
     _load: Load = field(default_factory=lambda: Load((), 0, 0))
     _decision: Decision = RESTING
     _last_shown: tuple[bool, Optimum] = False, Optimum([], 0.0)  # whether only a probe drafted, when last some might have drafted
@@ -56,6 +56,9 @@ class AdaptiveSpeculation:
         self._apply(plan)
 
     def _decide_anew(self, plan: StepPlan, num_rows: int) -> None:
+        for request in self._last_requests:
+            self._follow_temperature(request, self._num_repeats)
+        self._num_repeats = 0
         rows, num_context = plan.emitting_rows(), plan.num_context_tokens
         self._rows = rows
         num_new = [plan.requests[i].metrics.first_token_time for i in rows].count(None)
@@ -161,14 +164,13 @@ class AdaptiveSpeculation:
             return
         if num_nodes:
             for i in self._rows:
-                self._follow_temperature(plan.requests[i], 1 + self._num_repeats)
-        self._num_repeats = 0
+                self._follow_temperature(plan.requests[i])
         for i, review in zip(plan.reviews, report.reviews, strict=False):
             self._follow_temperature(plan.requests[i], 0 if review.logprobs is None else len(review.logprobs))
         may_draft_a_node = self.controller.is_probe_due and any(each.num_reviewable is None for each in self._load.candidates)
         self.num_reserved = max(self.num_reserved, int(may_draft_a_node))
 
-    def _follow_temperature(self, request: Request, num_observed: int) -> None:
+    def _follow_temperature(self, request: Request, num_observed: int = 1) -> None:
         temperature = request.draft_history.temperature
         if request.params.is_greedy and not request.has_transforms and temperature is not None:
             before = log(temperature) if self._log_temperature is None else self._log_temperature

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from titan.adaptive.host_time import SecondsByCount
 from titan.adaptive.load import Load
 
-DWELL, LONGEST_DWELL = 8, 64
+DWELL, LONGER_DWELL, LONGEST_DWELL = 8, 16, 64
 """Most steps for which an optimum stands if there are as many requests and rows, but no more than there are drafts that it goes by;
-and where comparing takes long, and comes out alike time after time: twice as many each time."""
+and where comparing takes long, and comes out alike time after time: twice as many each time, where some requests do not draft, of
+which one may be worth a probe, up to the second number, else to the third."""
 
 ALIKE = 1 / 4
 """Share of the nodes by which outcomes that are alike may differ."""
@@ -62,21 +64,22 @@ class Standing:
         if self._lack > LACK * (1 + self._usual):
             self.num_left, self._dwell = 0, DWELL // 2
 
-    def renew(self, load: Load, num_nodes: int, may_new_draft: bool, num_drafts: float, plain_seconds: float) -> None:
+    def renew(self, load: Load, planned: Sequence[int], may_new_draft: bool, num_drafts: float, plain_seconds: float) -> None:
         """Begin anew.
 
         Args:
             load: that settings were compared for.
-            num_nodes: that its requests draft.
+            planned: nodes that each of its requests drafts.
             may_new_draft: whether it may pay for a new one, although not for those.
             num_drafts: that the outcome goes by.
             plain_seconds: of a step without drafts.
         """
-        is_alike = num_nodes > 0 and abs(num_nodes - self._num_nodes) <= ALIKE * num_nodes
-        self._dwell = min(2 * self._dwell, LONGEST_DWELL) if is_alike else DWELL
+        num_nodes, size = sum(planned), (len(planned), load.num_lasting)
+        is_alike = num_nodes > 0 and abs(num_nodes - self._num_nodes) <= ALIKE * num_nodes and size[0] == self._size[0]
+        self._dwell = min(2 * self._dwell, LONGEST_DWELL if all(planned) else LONGER_DWELL) if is_alike else DWELL
         self._usual = self._num_brought / self._num_drafting if is_alike and self._num_drafting else 0.0
         self._num_brought, self._num_drafting, self._lack = 0, 0, 0.0
-        self._num_nodes, self._size, self._num_new = num_nodes, (len(load.candidates), load.num_lasting), 0
+        self._num_nodes, self._size, self._num_new = num_nodes, size, 0
         self._may_new_draft = may_new_draft
         worth_it = int(self._comparing.predict(len(load.candidates)) / (COMPARE_SHARE * plain_seconds))
         least, most = (DWELL, self._dwell if num_drafts >= DWELL else int(num_drafts)) if num_nodes else OFF_DWELL

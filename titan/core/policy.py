@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
@@ -20,12 +21,15 @@ class SchedulingPolicy(Protocol):
 
     name: str
 
+    @abstractmethod
     def add(self, request: Request) -> None:
         """Note that a request waits, a new one or, if ``request.metrics.num_preemptions``, one that was preempted."""
 
+    @abstractmethod
     def remove(self, request: Request) -> None:
         """Note that a waiting request waits no more: it starts, unless ``request.is_finished``, for it was aborted."""
 
+    @abstractmethod
     def first(self, now: float) -> Request:
         """Return the waiting request that starts next; there is at least one."""
 
@@ -38,6 +42,7 @@ class SchedulingPolicy(Protocol):
     def end(self, request: Request) -> None:
         """Note that a request, which waits no more, has finished or was aborted."""
 
+    @abstractmethod
     def victim(self, running: Sequence[Request], now: float) -> Request:
         """Return the running request that is preempted for lack of KV blocks, of at least one, in order of their start."""
 

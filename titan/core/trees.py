@@ -88,8 +88,8 @@ class DraftTree:
         parents: int32 [num_nodes], topological: ``-1 <= parents[i] < i``.
         draft_probs: float32 [num_inner, vocab], the distributions q that the children of the inner nodes (see `Topology`) were
             sampled from, one after another without replacement; ``None``: the proposal is deterministic, q is a point mass.
-        scores: float32 [num_nodes], cumulative log-probabilities by which the draft chose the nodes; ``None``: they were not chosen
-            by probability.
+        scores: float32 [num_nodes], log-probabilities by which the draft chose the nodes, cumulative: none above its parent's, or
+            above 0; ``None``: they were not chosen by probability.
         draft_slots: int32 [num_nodes], slots of the drafter's own KV of the nodes, counted from the slot after the root; -1 = no
             KV of the node; ``None``: no KV of any node.
 

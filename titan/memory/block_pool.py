@@ -191,7 +191,7 @@ class BlockPool:
             num_blocks: new size of the pool.
             new_ids: from `new_ids` of this size; the content of other blocks is forgotten.
         """
-        if num_blocks != self.num_blocks:  # else the caches are the same
+        if num_blocks != self.num_blocks:  # else the caches are the same, and compact
             self.num_touched = len(new_ids)
         ref_counts, is_drafted = [0] * num_blocks, bytearray(num_blocks)
         for old, new in new_ids.items():

@@ -37,6 +37,7 @@ class ModelFiles:
         self._revision = revision
         self._downloaded: Path | None = None
         self._fetched = set[str]()  # patterns
+        self._listed: list[str] | None = None  # names on the hub; none: it cannot be reached
         path = os.path.expanduser(name)  # noqa: PTH111 - Path("") is a folder
         self._folder = Path(path) if os.path.isdir(path) else None  # noqa: PTH112 - any text may be asked about
         if self._folder is not None and revision is not None:
@@ -87,11 +88,14 @@ class ModelFiles:
 
     def names(self) -> list[str]:
         """Return the names of all files; of a model on a hub that cannot be reached, those that were downloaded."""
-        if self._folder is None:
+        if self._folder is None and self._listed is None:
             from huggingface_hub import list_repo_files
 
+            self._listed = []
             with suppress(Exception):
-                return sorted(list_repo_files(self.name, revision=self._revision))
+                self._listed = sorted(list_repo_files(self.name, revision=self._revision))
+        if self._listed:
+            return self._listed
         folder = self._folder or self._downloaded
         return sorted(path.name for path in folder.iterdir()) if folder else []
 
