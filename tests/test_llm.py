@@ -422,9 +422,10 @@ def test_content_reaches_a_template_as_it_takes_it(llm: LLM, template: str, betw
     """One that loops over parts would show nothing of text, and one that does not would show parts as Python does."""
     parts = [{"type": "text", "text": "the dog"}, {"type": "input_text", "text": " is lazy"}, "?"]
     messages = [{"role": "system", "content": ["in", "brief"]}, {"role": "user", "content": parts}]
+    messages.append({"role": "tool", "content": "so"})
     [output] = llm.chat(messages, greedy(1), use_tqdm=False, chat_template=template)
     system = "inbrief" if template == OF_PARTS else "in\nbrief"  # a template may render it otherwise than what a user says
-    assert output.prompt == f"system: {system}\nuser: {between.join(('the dog', ' is lazy', '?'))}\nassistant:"
+    assert output.prompt == f"system: {system}\nuser: {between.join(('the dog', ' is lazy', '?'))}\ntool: so\nassistant:"
     assert output.prompt_token_ids == llm.get_tokenizer().encode(output.prompt, add_special_tokens=False)
 
 
