@@ -372,6 +372,15 @@ def test_scarce_blocks_preempt_the_latest_and_lookahead_preempts_nobody() -> Non
     assert plans[0] == plans[5] == plans[20]
 
 
+def test_one_sibling_goes_on_with_a_prompt_whose_leader_is_aborted() -> None:
+    """The others wait for it as they waited for the first."""
+    world = World(max_batch_size=3, num_kv_blocks=80, max_prefill_tokens=20, prefill_chunk_size=8)
+    first = world.add([1] * 30, 9, ignore_eos=True, n=3)
+    world.step(0, Random(0))
+    world.scheduler.abort(first)
+    assert [world.step(0, Random(0)).num_tokens for _ in range(5)] == [[8], [8], [6], [1, 1], [1, 1]]
+
+
 def test_who_is_preempted_does_not_join_in_the_same_step() -> None:
     """Although it would find its prompt in the other's blocks."""
     world = World(max_batch_size=4, num_kv_blocks=5)
