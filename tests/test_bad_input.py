@@ -26,6 +26,7 @@ from titan.core.step import StepPlan
 from titan.core.terms import RequestTerms, as_terms
 from titan.core.trees import DraftTree
 from titan.draft.base import NoDrafter
+from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.ngram import NgramDrafter
 from titan.draft.registry import register
 from titan.draft.replay import ReplayDrafter
@@ -428,6 +429,16 @@ def test_text_needs_a_tokenizer(zoo: Zoo) -> None:
     [completion] = output.outputs
     assert completion.text == "" and len(completion.token_ids) == 3 and completion.logprobs is not None
     assert all(logprob.decoded_token is None for entry in completion.logprobs for logprob in entry.values())
+
+
+def test_tokens_in_another_order_are_another_vocabulary(tmp_path: Path) -> None:
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    for name, order in (("target", letters), ("draft", letters[::-1])):
+        make_model(tmp_path / name)
+        make_letter_tokenizer(order, "bytes").save_pretrained(tmp_path / name)
+    llm = LLM(str(tmp_path / "target"), str(tmp_path / "draft"), **CPU)
+    drafter = llm.engine.drafter
+    assert isinstance(drafter, DraftModelDrafter) and drafter.vocabulary is not None
 
 
 def test_a_draft_of_another_vocabulary(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
