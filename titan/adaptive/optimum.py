@@ -119,14 +119,14 @@ def best(acceptance: Sequence[float], prices: Prices, yield_factor: float = 1.0,
     for num_passes in _grid(max(depth for _, depth, _ in nodes), GRID_DEPTHS):
         reached = [each for each in nodes if each[1] <= num_passes]
         num_drafting = list(accumulate([depth == 1 for _, depth, _ in reached]))
-        rows = list(accumulate([prices.first_seconds[i] if depth == 1 else prices.row_seconds for _, depth, i in reached]))
+        rows_seconds = list(accumulate([prices.first_seconds[i] if depth == 1 else prices.row_seconds for _, depth, i in reached]))
         fewest = 1 + [depth for _, depth, _ in reached].index(num_passes)  # with fewer, the last pass is for nothing
-        least_seconds = prices.step(num_drafting[fewest - 1], num_passes, rows[fewest - 1], fewest)
+        least_seconds = prices.step(num_drafting[fewest - 1], num_passes, rows_seconds[fewest - 1], fewest)
         if prices.total_weight + all_values <= optimum.on_rate * least_seconds:  # not even all nodes would be worth the passes
             break
         gains, best_rate, best_size, best_seconds = list(accumulate([value for value, _, _ in reached])), 0.0, 0, 0.0
         for size in sizes[bisect_left(sizes, fewest) : bisect_right(sizes, len(reached))] or [len(reached)]:
-            seconds = prices.step(num_drafting[size - 1], num_passes, rows[size - 1], size)
+            seconds = prices.step(num_drafting[size - 1], num_passes, rows_seconds[size - 1], size)
             rate = (prices.total_weight + yield_factor * gains[size - 1]) / seconds
             if rate > best_rate:
                 best_rate, best_size, best_seconds = rate, size, seconds

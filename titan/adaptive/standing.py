@@ -81,7 +81,7 @@ class Standing:
         self._num_brought, self._num_drafting, self._lack = 0, 0, 0.0
         self._num_nodes, self._size, self._num_new = num_nodes, size, 0
         self._may_new_draft = may_new_draft
-        worth_it = int(self._comparing.predict(len(load.candidates)) / (COMPARE_SHARE * plain_seconds))
+        worth_it = int(self._comparing.predict(size[0]) / (COMPARE_SHARE * plain_seconds))
         least, most = (DWELL, self._dwell if num_drafts >= DWELL else int(num_drafts)) if num_nodes else OFF_DWELL
         self.num_left = min(most, max(least, worth_it))
 
