@@ -1,13 +1,11 @@
-"""Micro-benchmarks of every kernel that runs on this device and of the host's part of a step, by pytest-benchmark.
+"""Micro-benchmarks of parts of a step, by pytest-benchmark: swaps, scheduling, layers of transformers, the host's part on CUDA.
 
-    titan bench kernels --json before.json
-    titan bench kernels --compare before.json --fail
-    titan bench kernels --select "attention and verify"
+    titan bench kernels --json parts.json
+    titan bench kernels --select "swap or recompute"
 
-Shapes are those of the demo pair with 1 and with 32 requests of 128 tokens, unless a benchmark says others. A time is the fastest
-of many: what else runs on the machine can only add to it. It is shown in microseconds and over a reference of the same run, a
-matrix product for kernels and a loop of Python for the host's part, each run first and last; a comparison with a stored run is of
-these ratios, so that a slower machine alone changes little. Ctrl-C ends the measurement and reports what there is.
+A time is the fastest of many: what else runs on the machine can only add to it. It is shown in microseconds and over a reference
+of the same run, a matrix product for kernels and a loop of Python for the host's part, each run first and last, so that a slower
+machine alone changes little. Ctrl-C ends the measurement and reports what there is.
 """
 
 from __future__ import annotations
@@ -25,33 +23,14 @@ from typing import Any
 
 import torch
 
-from titan.bench.options import bench_parser, parse
-from titan.bench.provenance import machine_name
+from titan.bench.options import above_zero, bench_parser, parse
 from titan.bench.report import Report, count, figure_table, measure_and_publish
 from titan.bench.samples import Row, Spread
-from titan.bench.turns import log
 from titan.models.loader import DEMO
 
 MICRO = Path(__file__).resolve().parent / "micro"
-FASTEST, MEDIAN, RELATIVE, OVER_STORED = "fastest, us", "median, us", "x reference", "x stored"
-COLUMNS = {FASTEST: ".1f", MEDIAN: "±.1f", RELATIVE: ".2f", OVER_STORED: ".2f"}
-
-
-def read_stored(path: Path) -> dict[str, float]:
-    """Times over the reference, by benchmark, of a run that ``--json`` wrote.
-
-    Raises:
-        ValueError: there is no such file, or it is something else.
-    """
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        machine = document["provenance"]["machine"]
-        stored = {row["labels"]["benchmark"]: row["figures"][RELATIVE]["median"] for row in document["rows"]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"--compare {path} is not a run of titan bench kernels: {type(error).__name__}: {error}") from error
-    if machine != machine_name():
-        log(f"the stored run is of another machine: {machine}")
-    return stored
+FASTEST, MEDIAN, RELATIVE = "fastest, us", "median, us", "x reference"
+COLUMNS = {FASTEST: ".1f", MEDIAN: "±.1f", RELATIVE: ".2f"}
 
 
 def reference_seconds() -> dict[str, float]:
@@ -109,7 +88,7 @@ def run_benchmarks(
     return found, failures, status == pytest.ExitCode.INTERRUPTED
 
 
-def make_rows(benchmarks: Sequence[Mapping[str, Any]], references: Mapping[str, float], stored: Mapping[str, float]) -> list[Row]:
+def make_rows(benchmarks: Sequence[Mapping[str, Any]], references: Mapping[str, float]) -> list[Row]:
     """Rows of what pytest-benchmark found, by part; medians come with their quartiles, as their range."""
     rows = []
     for each in sorted(benchmarks, key=lambda each: (each["group"], each["name"])):
@@ -119,58 +98,32 @@ def make_rows(benchmarks: Sequence[Mapping[str, Any]], references: Mapping[str, 
             MEDIAN: Spread(1e6 * stats["median"], 1e6 * stats["q1"], 1e6 * stats["q3"], stats["rounds"]),
             RELATIVE: Spread.of([stats["min"] / references[part]]),
         }
-        if name in stored:
-            figures[OVER_STORED] = Spread.of([figures[RELATIVE].median / stored[name]])
         rows.append(Row({"benchmark": name, "part": part}, figures))
     return rows
 
 
-def complaints(rows: Sequence[Row], stored: Mapping[str, float], threshold: float, *, is_selection: bool) -> list[str]:
-    """What ``--fail`` fails for: rows that are slower than stored ones or gone, or none that could be compared."""
-    found = [
-        f"{row.labels['benchmark']}: {ratio:.2f} x the stored run, more than {threshold:g}"
-        for row in rows
-        if (ratio := row.median(OVER_STORED)) is not None and ratio > threshold
-    ]
-    missing = stored.keys() - {row.labels["benchmark"] for row in rows}
-    if missing and not is_selection:
-        found.append(f"missing, although the stored run has them: {', '.join(sorted(missing))}")
-    if len(missing) == len(stored):
-        found.append("nothing could be compared")
-    return found
-
-
-def make_report(rows: Sequence[Row], warnings: Sequence[str], threshold: float) -> Report:
-    """All rows, and how many of those that were compared with a stored run are slower."""
-    ratios = [ratio for row in rows if (ratio := row.median(OVER_STORED)) is not None]
-    num_slower = sum(ratio > threshold for ratio in ratios)
-    compared = f"; {num_slower} of {len(ratios)} are slower than stored by more than {threshold:g} x" if ratios else ""
+def make_report(rows: Sequence[Row], failures: Sequence[str]) -> Report:
+    """All rows; what failed is a warning."""
     return Report(
         "Kernels and host",
-        f"{count(len(rows), 'benchmark')} ran{compared}.",
+        f"{count(len(rows), 'benchmark')} ran.",
         {"rows": rows},
         [figure_table("Times of a call", rows, ["benchmark", "part"], COLUMNS)],
         notes=[
-            "median: ± half of what is between the quartiles. x reference: the fastest time over that of the reference of its "
-            "part; x stored: that over the same of the stored run."
+            "median: ± half of what is between the quartiles. x reference: the fastest time over that of the reference of its part."
         ],
-        warnings=warnings,
+        warnings=failures,
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the status is 1 if a benchmark failed, and with ``--fail`` if there are `complaints`.
+    """Run the command line; the status is 1 if a benchmark failed.
 
     Raises:
         KeyboardInterrupt: Ctrl-C came before anything was measured.
         ValueError: an option is not allowed.
     """
     args = parse(make_parser(), argv)
-    if args.threshold <= 0 or args.seconds <= 0:
-        raise ValueError(f"--threshold {args.threshold:g} and --seconds {args.seconds:g} must both be above 0")
-    if args.fail and args.compare is None:
-        raise ValueError("--fail is not allowed without --compare: it needs a stored run")
-    stored = None if args.compare is None else read_stored(args.compare)
     rows: list[Row] = []
     failures: list[str] = []
 
@@ -178,31 +131,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         first = reference_seconds()
         benchmarks, problems, is_interrupted = run_benchmarks(args.select, args.seconds, args.seed, args.swap_pair)
         references = {part: min(seconds, first[part]) for part, seconds in reference_seconds().items()}
-        rows.extend(make_rows(benchmarks, references, stored or {}))
+        rows.extend(make_rows(benchmarks, references))
         failures.extend(problems)
         yield
         if is_interrupted:
             raise KeyboardInterrupt
 
-    def found() -> list[str]:
-        return [] if stored is None else complaints(rows, stored, args.threshold, is_selection=bool(args.select))
-
-    def report() -> Report:
-        return make_report(rows, [*failures, *found()], args.threshold)
-
-    measure_and_publish(args, measure, report, dict(zip(("target", "draft"), args.swap_pair, strict=True)))
-    return int(bool(failures or (args.fail and found())))
+    models = dict(zip(("target", "draft"), args.swap_pair, strict=True))
+    measure_and_publish(args, measure, lambda: make_report(rows, failures), models)
+    return int(bool(failures))
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The options."""
     parser = bench_parser("kernels", __doc__)
-    parser.add_argument(
-        "--select", default="", metavar="EXPRESSION", help='names, such as "attention and not prefill" (default: all)'
-    )
-    parser.add_argument("--seconds", type=float, default=0.5, help="for each benchmark, about (default: %(default)s)")
+    parser.add_argument("--select", default="", metavar="EXPRESSION", help='names, such as "swap or recompute" (default: all)')
+    parser.add_argument("--seconds", type=above_zero, default=0.5, help="for each benchmark, about (default: %(default)s)")
     parser.add_argument("--swap-pair", nargs=2, default=(DEMO, DEMO), metavar="MODEL", help="of swaps (default: the demo pair)")
-    parser.add_argument("--compare", type=Path, metavar="FILE", help="a run that --json wrote")
-    parser.add_argument("--threshold", type=float, default=1.25, help="ratio to it from which to warn (default: %(default)s)")
-    parser.add_argument("--fail", action="store_true", help="exit with status 1 if one is above it, or missing, or none compares")
     return parser

@@ -43,7 +43,7 @@ BENCHES = {
     "adaptive": "adaptive speculation against none and fixed numbers of draft tokens, over the requests at once",
     "drafts": "draft models, truncated targets, n-grams and trees against one target",
     "trees": "shapes of draft trees",
-    "kernels": "every kernel and the host's part of a step, compared with a stored run",
+    "kernels": "parts of a step: swaps, scheduling, layers of transformers, the host's part on CUDA",
     "gpu_check": "a CUDA device: tests, kernels against its bandwidth and others, whole engines",
     "tune": "tiles of tree attention on this CUDA device, for the checked-in table",
 }

@@ -1,4 +1,4 @@
-"""Fixtures of the micro-benchmarks; `titan.bench.kernels` provides ``seed``."""
+"""Fixtures of the micro-benchmarks; `titan.bench.kernels` provides ``seed`` and ``swap_pair``."""
 
 from __future__ import annotations
 
@@ -10,21 +10,7 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from titan.bench.micro.stage import Stage, make_stage
-
 collect_ignore = [] if find_spec("triton") else ["micro_cuda_host.py"]  # not every platform has it
-
-
-@pytest.fixture(params=[1, 32])
-def num_requests(request: pytest.FixtureRequest) -> int:
-    """Requests in flight."""
-    return int(request.param)
-
-
-@pytest.fixture
-def stage(num_requests: int, seed: int) -> Stage:
-    """An engine before the verification of dynamic trees."""
-    return make_stage(num_requests, seed)
 
 
 @pytest.fixture

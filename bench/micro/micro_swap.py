@@ -16,7 +16,7 @@ from titan.core.options import EngineConfig
 from titan.core.request import Request
 from titan.engine import Engine
 from titan.models.files import ModelFiles
-from titan.models.loader import open_model
+from titan.models.loader import open_model, resolve_model
 
 NUM_TOKENS, NUM_ROUNDS = 1024, 10
 pytestmark = pytest.mark.benchmark(group="kernel")
@@ -32,7 +32,7 @@ def make_running(pair: tuple[str, str], seed: int) -> tuple[Engine, Request]:
         preemption_mode="recompute",
         swap_space=2**28,
     )
-    engine = Engine(config, open_model(ModelFiles(pair[0])), pair[1])
+    engine = Engine(config, open_model(ModelFiles(resolve_model(pair[0], "target"))), pair[1])
     prompts = random_prompts(Lengths(NUM_TOKENS, NUM_TOKENS), engine.model_config.vocab_size, seed)
     [request] = make_requests(engine, take_workload(prompts, 1, repeat(4 * NUM_ROUNDS)), temperature=0.0)
     engine.scheduler.add(request)

@@ -1,15 +1,17 @@
-"""A scheduler without an engine, with as many requests running and waiting as a busy server has."""
+"""The end of a step and the plan of the next, in a scheduler without an engine, with as many requests as a busy server has."""
 
 from __future__ import annotations
 
 from itertools import count
 from random import Random
+from typing import Any
 from unittest.mock import Mock
 
+import pytest
 import torch
 
 from titan.core.metrics import EngineCounters
-from titan.core.options import ScheduleOptions
+from titan.core.options import SCHEDULING_POLICIES, ScheduleOptions
 from titan.core.outputs import RequestMetrics
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
@@ -23,6 +25,7 @@ from titan.schedule.scheduler import Scheduler
 NUM_RUNNING, NUM_WAITING, NUM_USERS = 256, 2000, 50
 PROMPT_LEN, MAX_TOKENS, BLOCK_SIZE = 128, 256, 16
 NUM_DRAFTS, NUM_ACCEPTED = 4, 2
+pytestmark = pytest.mark.benchmark(group="host")
 
 
 class Backlog:
@@ -79,3 +82,10 @@ class Backlog:
             metrics, name = RequestMetrics(self._now), str(next(self._numbers))
             request = Request(name, None, prompt, params, 0, params.max_tokens, frozenset(), metrics, None, terms=terms)
             self.scheduler.add(request)
+
+
+@pytest.mark.parametrize("policy", SCHEDULING_POLICIES)
+def test_update_and_schedule(benchmark: Any, policy: str) -> None:
+    """With 256 running requests and 2,000 waiting ones."""
+    backlog = Backlog(policy)
+    benchmark.pedantic(backlog.run, setup=lambda: ((backlog.verify(),), {}), rounds=200)
