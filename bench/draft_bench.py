@@ -13,7 +13,6 @@ from itertools import repeat
 from statistics import geometric_mean, mean
 
 from titan import LLM, SamplingParams
-from titan.bench.charts import figure_chart
 from titan.bench.draft_recipes import DraftRecipe, Models
 from titan.bench.engine_run import make_idle, run_workload
 from titan.bench.loading import engine_options
@@ -151,11 +150,6 @@ class DraftBench:
             f"{args.model}, {args.dtype}; {count(args.concurrency, 'request')} at once, {count(args.waves, 'request')} per slot, "
             f"prompts of {args.prompt_len} tokens, {args.output_len} generated; {count(args.repeats, 'interleaved round')}."
         )
-        predicted = [
-            replace(row, labels={**row.labels, "predicted x": row.figures["predicted x"].median})
-            for row in rows
-            if "predicted x" in row.figures
-        ]
         labels = list(rows[0].labels) if rows else []
         return Report(
             self.title,
@@ -166,7 +160,6 @@ class DraftBench:
                 figure_table("Acceptance per depth", depths, labels, DEPTHS),
                 figure_table("Ranking", ranking, ["temperature", kind, "why"], {"x no draft": ".2f"}),
             ],
-            [figure_chart("Speed-up, measured over predicted", predicted, "predicted x", "x no draft", kind, "points")],
             [about, *notes, *NOTES],
             self.problems,
         )

@@ -30,14 +30,13 @@ from pathlib import Path
 from statistics import mean, pstdev
 
 from titan import LLM
-from titan.bench.charts import LineChart, Series, cumulative_points, figure_chart
 from titan.bench.engine_run import make_idle, run_workload
 from titan.bench.loading import engine_options
 from titan.bench.options import above_zero, add_draft, add_target, bench_parser, model_options, parse, positive
 from titan.bench.prompts import prompt_stream
 from titan.bench.report import Report, count, figure_table, measure_and_publish
 from titan.bench.runs import RequestRun, Run, latency_figures
-from titan.bench.samples import NO_DRAFT, Row, Sample, Spread, group_samples, join_details, make_rows, with_ratio
+from titan.bench.samples import NO_DRAFT, Row, Sample, Spread, make_rows, with_ratio
 from titan.bench.turns import Turns, in_rounds
 from titan.bench.workloads import (
     Lengths,
@@ -201,8 +200,7 @@ class LatencyBench:
             "is too short to say. Latencies count from the arrival; P99 of few requests is close to the slowest one.",
         ]
         results: dict[str, Sequence[Row | Sample]] = {"rows": rows, "limits": limits, "samples": samples}
-        charts = latency_charts(rows, samples)
-        return Report("Latency under load", latency_answer(limits), results, tables, charts, notes, self.problems)
+        return Report("Latency under load", latency_answer(limits), results, tables, notes, self.problems)
 
 
 def load_figures(requests: Sequence[RequestRun], to_first_token: float, between_tokens: float) -> dict[str, float]:
@@ -265,17 +263,6 @@ def latency_answer(limits: Sequence[Row]) -> str:
     served = {row.labels["engine"]: row.median(SERVED) for row in limits}
     found = [f"{f'up to {rate:g} requests/s' if rate else 'at no rate tried'} with {engine}" for engine, rate in served.items()]
     return f"At least {ATTAINED:.0%} of the requests are within the target {', '.join(found)}."
-
-
-def latency_charts(rows: Sequence[Row], samples: Sequence[Sample]) -> list[LineChart]:
-    """What the answer says, and latencies, over the rate; and the distribution of the latency at each rate."""
-    figures = {"Requests within the target": "within target", "Median latency": "latency P50, ms", "Tail": "latency P99, ms"}
-    charts = [figure_chart(title, rows, RATE, figure, "engine") for title, figure in figures.items()]
-    for rate in dict.fromkeys(row.labels[RATE] for row in rows):
-        groups = group_samples(each for each in samples if each.labels[RATE] == rate)
-        series = [Series(str(each[0].labels["engine"]), cumulative_points(join_details(each, "latency, s"))) for each in groups]
-        charts.append(LineChart(f"Latency at {rate:g} requests/s", "seconds", "share of requests", series, style="steps"))
-    return charts
 
 
 def main(argv: Sequence[str] | None = None) -> None:

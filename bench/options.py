@@ -8,7 +8,6 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,8 @@ def bench_parser(name: str, description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"titan bench {name}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=_output_file, metavar="FILE", help="write the results, with every sample and provenance")
-    parser.add_argument("--markdown", type=_output_file, metavar="FILE", help="write the tables")
-    parser.add_argument("--html", type=_output_file, metavar="FILE", help="write a page with tables and plots, all in one file")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the results, with every sample and provenance")
+    parser.add_argument("--markdown", type=output_file, metavar="FILE", help="write the tables")
     parser.add_argument("--threads", type=positive, default=available_cores(), help="default: the physical cores, %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and sampling (default: %(default)s)")
     return parser
@@ -74,8 +72,6 @@ def parse(
     if quick is not None and args.quick:
         parser.set_defaults(**quick)
         args = parser.parse_args(argv)
-    if args.html and find_spec("matplotlib") is None:
-        parser.error("--html needs matplotlib: pip install 'titan-spec[bench]'")
     args.command = f"{parser.prog} {shlex.join(argv)}".rstrip()
     torch.set_num_threads(args.threads)
     if "draft_model" in args:
@@ -117,7 +113,7 @@ def above_zero(text: str) -> float:
     return float(text)
 
 
-def _output_file(text: str) -> Path:
+def output_file(text: str) -> Path:
     """Read the name of a file to write, as a type of `argparse`; its folder may be missing."""
     path = Path(text)
     there = next(each for each in (path, *path.absolute().parents) if each.exists())  # the root exists

@@ -1,4 +1,4 @@
-"""What the benches write: the answer and its tables on the terminal and in Markdown, JSON, and a page with plots."""
+"""What the benches write: the answer and its tables on the terminal and in Markdown, and JSON."""
 
 from __future__ import annotations
 
@@ -6,25 +6,12 @@ import argparse
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from html import escape
 from pathlib import Path
 from typing import Any
 
-from titan.bench.charts import LineChart, render_chart
 from titan.bench.provenance import Provenance, collect_provenance, provenance_lines
 from titan.bench.samples import Label, Row, Sample
 from titan.bench.turns import log
-
-STYLE = """
-:root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif; }
-body { max-width: 1100px; margin: 2rem auto; padding: 0 1rem; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; white-space: nowrap; }
-th, td { padding: 0.2rem 0.6rem; border-bottom: 1px solid color-mix(in srgb, currentColor 20%, transparent); text-align: right; }
-.text { text-align: left; }
-svg { max-width: 100%; height: auto; }
-li { overflow-wrap: anywhere; }
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +37,6 @@ class Report:
     answer: str
     results: Mapping[str, Sequence[Any]]
     tables: Sequence[Table]
-    charts: Sequence[LineChart] = ()
     notes: Sequence[str] = ()
     warnings: Sequence[str] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -122,21 +108,19 @@ def publish(report: Report, provenance: Provenance, args: argparse.Namespace) ->
     Raises:
         ValueError: a file could not be written; the others are.
     """
-    charts = [chart for chart in report.charts if any(each.points for each in chart.series)]
-    report = replace(report, tables=[table for table in report.tables if table.rows], charts=charts)
+    report = replace(report, tables=[table for table in report.tables if table.rows])
     provenance = replace(provenance, versions=provenance.versions | dict(report.versions))
-    writers = {"json": json_text, "markdown": markdown, "html": html}
+    page = markdown(report, provenance)
     failures = []
-    for kind, write in writers.items():
-        path: Path | None = getattr(args, kind)
+    for path, text in ((args.json, json_text(report, provenance, args)), (args.markdown, page)):
         if path is not None:
             try:
-                write_file(path, write(report, provenance, args))
-            except Exception as error:  # noqa: BLE001 - hours of measurement are in the other files
+                write_file(path, text)
+            except OSError as error:  # hours of measurement are in the other file
                 failures.append(f"{path} could not be written: {type(error).__name__}: {error}")
             else:
                 log(f"written: {path}")
-    print(markdown(report, provenance, args), flush=True)
+    print(page, flush=True)
     if failures:
         raise ValueError("; ".join(failures))
 
@@ -157,8 +141,8 @@ def json_text(report: Report, provenance: Provenance, args: argparse.Namespace) 
     return json.dumps(document, indent=1, default=str)
 
 
-def markdown(report: Report, provenance: Provenance, _: argparse.Namespace) -> str:
-    """Lay the report out as a Markdown page, which has no plots and is legible in a terminal."""
+def markdown(report: Report, provenance: Provenance) -> str:
+    """Lay the report out as a Markdown page, which is legible in a terminal."""
     paragraphs = [[f"# {report.title}"], [report.answer]]
     for table in report.tables:
         paragraphs += [[f"## {table.title}"], table_lines(table)]
@@ -166,22 +150,6 @@ def markdown(report: Report, provenance: Provenance, _: argparse.Namespace) -> s
         paragraphs.append([f"{count(len(report.warnings), 'warning')}: {'; '.join(report.warnings)}"])
     paragraphs += [list(report.notes), ["## Where the figures come from"], [f"- {line}" for line in provenance_lines(provenance)]]
     return "\n\n".join("\n".join(lines) for lines in paragraphs if lines)
-
-
-def html(report: Report, provenance: Provenance, _: argparse.Namespace) -> str:
-    """Lay the report out as one page with nothing to load from elsewhere: answer, plots, tables, folded warnings."""
-    title = escape(report.title)
-    parts = [f"<h1>{title}</h1>\n<p><strong>{escape(report.answer)}</strong></p>"]
-    parts += [f"<h2>{escape(chart.title)}</h2>\n{render_chart(chart)}" for chart in report.charts]
-    parts += map(_html_table, report.tables)
-    if report.warnings:
-        summary = count(len(report.warnings), "warning")
-        parts.append(f"<details><summary>{summary}</summary>\n{_html_list(report.warnings)}\n</details>")
-    parts += [f"<p>{escape(note.removeprefix('- '))}</p>" for note in report.notes]
-    parts.append(f"<h2>Where the figures come from</h2>\n{_html_list(provenance_lines(provenance))}")
-    head = f'<meta charset="utf-8"/>\n<meta name="viewport" content="width=device-width"/>\n<title>{title}</title>'
-    page = ["<head>", head, f"<style>{STYLE}</style>", "</head>", "<body>", *parts, "</body>"]
-    return "\n".join(["<!doctype html>", '<html lang="en">', *page, "</html>"])
 
 
 def table_lines(table: Table) -> list[str]:
@@ -200,16 +168,3 @@ def table_lines(table: Table) -> list[str]:
 def count(number: int, noun: str) -> str:
     """Write a number of things, such as "1 request" or "8 requests"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _html_list(lines: Sequence[str]) -> str:
-    return "\n".join(["<ul>", *(f"<li>{escape(line.replace('`', ''))}</li>" for line in lines), "</ul>"])
-
-
-def _html_table(table: Table) -> str:
-    def line(cells: Sequence[str], tag: str) -> str:
-        starts = [f'<{tag} class="text">' if i < table.num_text_columns else f"<{tag}>" for i in range(len(cells))]
-        return "<tr>" + "".join(f"{start}{escape(cell)}</{tag}>" for start, cell in zip(starts, cells, strict=True)) + "</tr>"
-
-    body = "\n".join([line(table.header, "th"), *(line(row, "td") for row in table.rows)])
-    return f'<h2>{escape(table.title)}</h2>\n<div class="scroll"><table>\n{body}\n</table></div>'

@@ -110,8 +110,3 @@ def with_ratio(samples: Sequence[SampleT], name: str, figure: str, **baseline: L
 def sum_details(samples: Iterable[Sample], name: str) -> list[float]:
     """A list of counts, added up over samples, such as the accepted tokens per depth."""
     return [sum(counts) for counts in zip_longest(*(each.details.get(name, ()) for each in samples), fillvalue=0)]
-
-
-def join_details(samples: Iterable[Sample], name: str) -> list[float]:
-    """A list of figures of requests, of all samples one after the other."""
-    return [value for each in samples for value in each.details.get(name, ())]

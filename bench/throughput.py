@@ -22,7 +22,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from titan.bench.charts import LineChart, Series, cumulative_points, figure_chart
 from titan.bench.modes import (
     MODES,
     PEERS,
@@ -40,7 +39,7 @@ from titan.bench.options import add_draft, add_target, bench_parser, model_optio
 from titan.bench.prompts import prompt_stream
 from titan.bench.report import Report, Table, count, figure_table, measure_and_publish
 from titan.bench.runs import Run, latency_figures, share_equal
-from titan.bench.samples import Label, Row, Sample, group_samples, join_details, make_rows, with_ratio
+from titan.bench.samples import Label, Row, Sample, make_rows, with_ratio
 from titan.bench.step_times import floor_seconds, model_of
 from titan.bench.turns import Turns
 from titan.bench.workloads import Lengths, Workload, take_workload
@@ -191,7 +190,6 @@ class ThroughputBench:
             throughput_answer(timed, parts),
             {"rows": rows, "samples": samples},
             throughput_tables(timed, parts),
-            charts=throughput_charts(timed, samples),
             notes=[about, *(f"- {mode}: {MODES[mode].description}" for mode in modes)],
             warnings=list(dict.fromkeys(self.problems)),
             versions=self.versions,
@@ -270,24 +268,7 @@ def headline_table(drafts: Sequence[Row]) -> Table:
     return Table("The Titan design's headline", ["figure", "headline", *map(_place, columns)], cells if drafts else [])
 
 
-def throughput_charts(rows: Sequence[Row], samples: Sequence[Sample]) -> list[LineChart]:
-    """Per dtype, tokens/s over the requests at once, and the distribution of the latency with the most of them."""
-    charts = []
-    for dtype in dict.fromkeys(row.labels["dtype"] for row in rows):
-        mine = sorted((row for row in rows if row.labels["dtype"] == dtype), key=_at_once)
-        speeds = figure_chart(f"Throughput, {dtype}", mine, "at once", "tokens/s", "mode")
-        most = _at_once(mine[-1])
-        groups = [group for group in group_samples(samples) if group[0].labels["dtype"] == dtype and _at_once(group[0]) == most]
-        latencies = [Series(str(each[0].labels["mode"]), cumulative_points(join_details(each, "latency, s"))) for each in groups]
-        title = f"Latency of requests, {dtype}, {most} at once"
-        charts += [
-            replace(speeds, x_label="requests at once", is_log_x=True),
-            LineChart(title, "seconds", "share of the requests", latencies, style="steps"),
-        ]
-    return charts
-
-
-def _at_once(each: Row | Sample) -> int:
+def _at_once(each: Row) -> int:
     return int(each.labels["at once"])
 
 

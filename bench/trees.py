@@ -12,14 +12,11 @@ reports what there is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-from titan.bench.charts import LineChart, figure_chart
 from titan.bench.draft_bench import QUICK, DraftBench, Setting, draft_parser, take_workloads
 from titan.bench.draft_recipes import DraftRecipe
 from titan.bench.options import parse, positive
-from titan.bench.report import Report, measure_and_publish
-from titan.bench.samples import NO_DRAFT, Row
+from titan.bench.report import measure_and_publish
 from titan.draft.draft_model import DraftModelDrafter
 from titan.models.loader import DEMO
 
@@ -40,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     bench = DraftBench(args, "Draft trees", "tree", settings)
     if not any(isinstance(drafter, DraftModelDrafter) for drafter in bench.drafters.values()):
         raise ValueError(f"--draft-model {args.draft_model} is not a draft model: only those have shapes to compare")
-    measure_and_publish(args, bench.run, lambda: tree_report(bench))
+    measure_and_publish(args, bench.run, lambda: bench.report(f"draft: {args.draft_model}."))
 
 
 def tree_recipes(model: str, temperature: float, num_nodes: Sequence[int]) -> list[DraftRecipe]:
@@ -49,20 +46,3 @@ def tree_recipes(model: str, temperature: float, num_nodes: Sequence[int]) -> li
     shapes = [("chain", sampling, 6, f"chain, {sampling}") for sampling in samplings]
     shapes += [(tree, "auto", count, tree) for count in num_nodes for tree in ("dynamic", "auto")]
     return [DraftRecipe(f"{name}, {count}", model, None, tree, count, sampling) for tree, sampling, count, name in shapes]
-
-
-def tree_report(bench: DraftBench) -> Report:
-    """Lay out what was measured so far; the first plots are those of `node_charts`."""
-    report = bench.report(f"draft: {bench.args.draft_model}.")
-    return replace(report, charts=[*node_charts(report.results["rows"]), *report.charts])
-
-
-def node_charts(rows: Sequence[Row]) -> list[LineChart]:
-    """Speed-up over the number of nodes, a series per kind of tree, a chart per temperature."""
-    charts: dict[str, list[Row]] = {}
-    for row in rows:
-        kind, _, num_nodes = str(row.labels["tree"]).rpartition(", ")
-        if row.labels["tree"] != NO_DRAFT:
-            title = f"Speed-up over nodes: temperature {row.labels['temperature']:g}"
-            charts.setdefault(title, []).append(replace(row, labels={"tree": kind, "nodes": int(num_nodes)}))
-    return [figure_chart(title, mine, "nodes", "x no draft", "tree") for title, mine in charts.items()]

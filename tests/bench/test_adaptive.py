@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from math import comb
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from back_ends import CODED, make_back_end
+from matplotlib.figure import Figure
 from zoo import Zoo
 
 from titan.bench import adaptive
@@ -22,11 +24,12 @@ from titan.bench.adaptive import (
     main,
     mean_samples,
     parse_arguments,
+    write_plot,
 )
 from titan.bench.engine_run import make_requests, run_first_steps
 from titan.bench.hopeless_drafts import load_shuffled
 from titan.bench.runs import Run
-from titan.bench.samples import Sample
+from titan.bench.samples import Sample, make_rows
 from titan.bench.workloads import Workload
 from titan.engine import Engine
 from titan.models.files import ModelFiles
@@ -41,13 +44,13 @@ def options(zoo: Zoo, *more: str) -> list[str]:
 
 
 def run(zoo: Zoo, folder: Path, *more: str) -> dict[str, Any]:
-    main(options(zoo, *(f"--{kind}={folder / 'run'}.{kind}" for kind in ("json", "html")), *more))
+    main(options(zoo, f"--json={folder / 'run.json'}", *more))
     result: dict[str, Any] = json.loads((folder / "run.json").read_text())
     return result
 
 
 def test_every_setting_gives_a_row(zoo: Zoo, tmp_path: Path) -> None:
-    result = run(zoo, tmp_path, *SIZES)
+    result = run(zoo, tmp_path, *SIZES, f"--plot={tmp_path / 'plots' / 'run.svg'}")
     rows = {tuple(row["labels"].values()): row["figures"] for row in result["rows"]}
     settings = ["off", "fixed 1", "fixed 3", "adaptive"]
     assert list(rows) == [(at_once, setting) for at_once in (1, 3, "all") for setting in settings]
@@ -59,8 +62,25 @@ def test_every_setting_gives_a_row(zoo: Zoo, tmp_path: Path) -> None:
             assert nodes <= {"off": 0, "fixed 1": 1, "fixed 3": 3, "adaptive": 6}[setting] and 1 <= tokens <= 1 + nodes
     for at_once in (1, 3, "all"):
         assert sum("x best fixed" in rows[at_once, setting] for setting in settings) == 3
-    page = (tmp_path / "run.html").read_text()
-    assert "<h2>Tokens/s</h2>" in page and "<h2>Draft tokens per request and step</h2>" in page
+    # matplotlib writes each text of a plot into a comment
+    texts = re.findall("<!-- (.+) -->", (tmp_path / "plots" / "run.svg").read_text())
+    assert {"requests at once", "1", "3", "tokens/s", "nodes/step", *settings} <= set(texts) and "all" not in texts
+
+
+def test_a_plot_has_a_line_per_setting_over_the_requests_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.extend(figure.axes))
+    figures = {(8, "off"): (90.0, 0.0), (1, "off"): (10.0, 0.0), (8, "adaptive"): (88.0, 0.5), (1, "adaptive"): (19.0, 4.0)}
+    samples = [
+        Sample({"at once": at_once, "setting": setting}, 0, {"tokens/s": rate, "nodes/step": nodes})
+        for (at_once, setting), (rate, nodes) in figures.items()
+    ]
+    write_plot(make_rows([*samples, *mean_samples(samples)]), tmp_path / "run.svg")
+    lines = [{line.get_label(): line.get_xydata().tolist() for line in axes.lines} for axes in drawn]
+    assert lines == [
+        {"off": [[1, 10], [8, 90]], "adaptive": [[1, 19], [8, 88]]},
+        {"off": [[1, 0], [8, 0]], "adaptive": [[1, 4], [8, 0.5]]},
+    ]
 
 
 @pytest.mark.parametrize(("draft", "helps"), [([], [True, True]), (["--hopeless"], [False, False]), (["--mixed"], [True, False])])
@@ -170,3 +190,9 @@ def test_bad_options_are_refused(zoo: Zoo, bad: list[str], message: str, capsys:
     with pytest.raises((ValueError, SystemExit)) as refusal:
         main(options(zoo, *bad))
     assert message in f"{refusal.value} {capsys.readouterr().err}"
+
+
+def test_a_plot_that_could_not_be_drawn_is_refused_before_work_is_done(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adaptive, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match="--plot needs matplotlib: pip install"):
+        parse_arguments(options(zoo, "--plot", "run.svg"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -169,16 +168,13 @@ def run_trees(zoo: Zoo, *options: str) -> None:
 
 
 def test_every_shape_of_tree_is_measured_at_every_temperature(zoo: Zoo, tmp_path: Path) -> None:
-    files = ["--json", str(tmp_path / "trees.json"), "--html", str(tmp_path / "trees.html")]
-    run_trees(zoo, "--nodes", "6", "8", "--temperature", "0", "1", *files)
+    run_trees(zoo, "--nodes", "6", "8", "--temperature", "0", "1", "--json", str(tmp_path / "trees.json"))
     sizes = [f"{tree}, {count}" for count in (6, 8) for tree in ("dynamic", "auto")]
     names = {0.0: [NO_DRAFT, "chain, greedy, 6", *sizes], 1.0: [NO_DRAFT, "chain, greedy, 6", "chain, sampled, 6", *sizes]}
     rows = json.loads((tmp_path / "trees.json").read_text())["rows"]
     found = [(row["labels"]["temperature"], row["labels"]["tree"]) for row in rows]
     assert found == [(temperature, name) for temperature, each in names.items() for name in each]
     assert all((row["figures"]["tokens/step"]["median"] == 1) == (row["labels"]["tree"] == NO_DRAFT) for row in rows)
-    first_plot = (tmp_path / "trees.html").read_text().split("<svg")[1]
-    assert re.findall(r">(chain, \w+|dynamic|auto)</text>", first_plot) == ["chain, greedy", "dynamic", "auto"]
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def run(zoo: Zoo, folder: Path, *options: str) -> dict[str, Any]:
 
 
 def test_both_engines_serve_the_same_requests_in_turns(zoo: Zoo, tmp_path: Path) -> None:
-    result = run(zoo, tmp_path, "--rate", "400", "200", "--slo-ttft", "1e-9", "--html", str(tmp_path / "run.html"))
+    result = run(zoo, tmp_path, "--rate", "400", "200", "--slo-ttft", "1e-9")
     draft, samples = f"draft {zoo.path('llama~')}", result["samples"]
     assert [(each["round_id"], each["labels"][RATE], each["labels"]["engine"]) for each in samples] == [
         (round_id, rate, engine) for round_id in (0, 1) for rate in (200, 400) for engine in ("no draft", draft)
@@ -80,7 +80,7 @@ def test_both_engines_serve_the_same_requests_in_turns(zoo: Zoo, tmp_path: Path)
     plain, drafted = (row["figures"] for row in result["rows"][:2])
     assert plain["tokens/step"]["median"] == 1 < drafted["tokens/step"]["median"]
     assert "P50 / no draft" in drafted and "P50 / no draft" not in plain
-    assert (tmp_path / "run.html").read_text().count("<svg") == 5 and not result["warnings"]
+    assert not result["warnings"]
 
 
 def test_a_trace_is_replayed_with_its_own_lengths_and_rate_unless_others_are_asked_for(zoo: Zoo, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Reports: the same figures on the terminal, in Markdown, JSON and HTML, their plots, and where they come from."""
+"""Reports: the same figures on the terminal, in Markdown and JSON, and where they come from."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ import argparse
 import json
 import re
 import subprocess
-import xml.etree.ElementTree as ET
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from titan.bench.charts import COLORS, LineChart, Series, figure_chart, render_chart
 from titan.bench.options import add_draft, add_target, bench_parser, parse
 from titan.bench.provenance import describe_checkout, describe_model
 from titan.bench.report import Report, figure_table, measure_and_publish, table_lines
-from titan.bench.samples import Row, Sample, Spread, make_rows
+from titan.bench.samples import Row, Sample, make_rows
 
 ROWS = make_rows(Sample({"mode": "<one>", "at once": 8}, i, {"tokens/s": value}) for i, value in enumerate((1.0, 1.5, 2.0)))
 OTHERS = make_rows([Sample({"mode": "b"}, 0, {"P50, ms": 2.0})])
@@ -26,13 +24,12 @@ TABLE = figure_table("Speeds", [*ROWS, *OTHERS], ["mode", "at once"], {"tokens/s
 
 @pytest.fixture
 def report() -> Report:
-    chart = LineChart("Curve", "x", "y", [Series("s", [(1, 2)])])
-    return Report("A <measurement>", "It is 1.5.", {"rows": ROWS}, [TABLE], [chart], ["What it is."], ["noisy & slow", "hot"])
+    return Report("A <measurement>", "It is 1.5.", {"rows": ROWS}, [TABLE], ["What it is."], ["noisy & slow", "hot"])
 
 
 def options(folder: Path, *argv: str) -> argparse.Namespace:
     """Of a run that writes all kinds of files to a new folder."""
-    files = [part for kind in ("json", "markdown", "html") for part in (f"--{kind}", str(folder / "new" / f"run.{kind}"))]
+    files = [part for kind in ("json", "markdown") for part in (f"--{kind}", str(folder / "new" / f"run.{kind}"))]
     return parse(bench_parser("latency", "Measures."), [*files, "--threads", "1", "--seed", "3", *argv])
 
 
@@ -60,7 +57,7 @@ def test_all_files_answer_first_and_hold_figures_warnings_and_provenance(
     report: Report, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measure_and_publish(options(tmp_path), tuple, lambda: report, {"target": "demo"})
-    document, text, page = ((tmp_path / "new" / f"run.{kind}").read_text() for kind in ("json", "markdown", "html"))
+    document, text = ((tmp_path / "new" / f"run.{kind}").read_text() for kind in ("json", "markdown"))
     shown, result = capsys.readouterr().out, json.loads(document)
     assert result["rows"][0]["figures"]["tokens/s"] == {"median": 1.5, "minimum": 1.0, "maximum": 2.0, "num_rounds": 3}
     assert result["answer"] == "It is 1.5." and result["warnings"] == ["noisy & slow", "hot"] and result["options"]["threads"] == 1
@@ -68,15 +65,10 @@ def test_all_files_answer_first_and_hold_figures_warnings_and_provenance(
     assert provenance["command"].startswith("titan bench latency --json ") and provenance["seed"] == 3
     assert provenance["versions"].keys() >= {"titan", "torch", "transformers", "python"}
     assert list(provenance["models"]) == ["target"] and re.fullmatch(r"demo \(fingerprint \w{12}\)", provenance["models"]["target"])
-    for laid_out in (text, page, shown):
+    for laid_out in (text, shown):
         places = [laid_out.index(part) for part in ("It is 1.5.", "one", "2 warnings", "hot", "What it is.", provenance["commit"])]
         assert places == sorted(places) and provenance["machine"] in laid_out and "load average" in laid_out
     assert "2 warnings: noisy & slow; hot" in text
-    assert page.index("It is 1.5.") < page.index("<svg") < page.index("<table") < page.index("<details>")
-    assert not re.search(r'(src|href)="[^#]|url\([^#]|@import|<script', page)  # nothing is loaded from elsewhere
-    tree = ET.fromstring(page.removeprefix("<!doctype html>"))  # every tag is closed, every text escaped
-    assert [each.text for each in tree.iter("td")][:3] == ["<one>", "8", "1.5 ±33 %"]
-    assert len(tree.findall(".//div[@class='scroll']/table")) == len(tree.findall(".//table")) == 1
 
 
 @pytest.mark.parametrize("rows", [ROWS, []])
@@ -103,21 +95,17 @@ def test_nothing_measured_and_a_file_that_cannot_be_written_are_errors_and_do_no
     args.json.mkdir(parents=True)  # since the options were read
     with pytest.raises(ValueError, match=r"run\.json could not be written: IsADirectoryError"):
         measure_and_publish(args, tuple, lambda: report)
-    assert args.markdown.exists() and args.html.exists()
+    assert args.markdown.exists()
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path, tmp_path / "file" / "run.json"):
         with pytest.raises(SystemExit):
             options(tmp_path, "--json", str(path))
         assert f"{path} is not allowed: it is a folder, or {path if path == tmp_path else path.parent}" in capsys.readouterr().err
-    monkeypatch.setattr("titan.bench.options.find_spec", lambda _: None)
-    with pytest.raises(SystemExit):
-        options(tmp_path)
-    assert "--html needs matplotlib: pip install 'titan-spec[bench]'" in capsys.readouterr().err
 
 
 def test_a_fingerprint_tells_models_apart_to_their_last_byte(tmp_path: Path) -> None:
@@ -144,23 +132,3 @@ def test_a_new_python_file_is_a_change_and_a_new_result_is_none(tmp_path: Path) 
     assert describe_checkout(folder) == commit
     (tmp_path / "new.py").touch()
     assert describe_checkout(folder) == f"{commit} with changes"
-
-
-def test_a_chart_has_a_series_per_value_of_a_label() -> None:
-    speeds = {("a", 1): Spread(2.0, 1.0, 3.0, 3), ("b", 1): Spread(5.0, 5.0, 5.0, 1), ("a", 4): Spread(3.0, 2.0, 4.0, 3)}
-    rows = [Row({"mode": mode, "at once": at_once}, {"x": speed}) for (mode, at_once), speed in speeds.items()]
-    chart = figure_chart("t", [*rows, Row({"mode": "c", "at once": 1}, {})], "at once", "x", "mode")
-    lines = [Series("a", [(1, 2.0), (4, 3.0)], [(1.0, 3.0), (2.0, 4.0)]), Series("b", [(1, 5.0)], [(5.0, 5.0)])]
-    assert chart == LineChart("t", "at once", "x", lines)
-
-
-def test_names_are_text_and_all_ink_is_that_of_the_page() -> None:
-    series = Series("a<b $x$", [(1, 1), (2, 3), (8, 2)], [(0, 2), (2, 4), (1, 3)])
-    chart = LineChart("t", "depth", "share", [series], is_log_x=True)
-    svg = render_chart(chart)
-    assert {"1", "2", "8", "depth", "share", "a<b $x$"} <= {
-        "".join(each.itertext()) for each in ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
-    }
-    colors = set(re.findall(r"(?:fill|stroke): (\S+?)[;\"]", svg))
-    assert "currentColor" in colors and colors <= {"currentColor", "none", *COLORS}
-    assert svg == render_chart(chart)

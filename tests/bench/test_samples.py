@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from titan.bench.runs import RequestRun, Run, latency_figures, share_equal
-from titan.bench.samples import Sample, Spread, join_details, make_rows, sum_details, with_ratio
+from titan.bench.samples import Sample, Spread, make_rows, sum_details, with_ratio
 
 
 def sample(mode: str, round_id: int, **figures: float) -> Sample:
@@ -34,9 +34,9 @@ def test_the_ratio_is_the_median_of_the_ratios_within_the_rounds_that_both_have(
     assert rows[1].figures["x slow"] == Spread(2.0, 1.1, 3.0, 3)  # the ratio of the medians would be 0.8
 
 
-def test_details_are_added_up_or_joined() -> None:
+def test_details_are_added_up() -> None:
     samples = [Sample({}, 0, {}, {"depths": [3, 1]}), Sample({}, 1, {}, {"depths": [2]}), Sample({}, 2, {})]
-    assert sum_details(samples, "depths") == [5, 1] and join_details(samples, "depths") == [3, 1, 2]
+    assert sum_details(samples, "depths") == [5, 1]
 
 
 def test_requests_tell_their_times_where_they_are_known() -> None:
