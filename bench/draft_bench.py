@@ -1,6 +1,6 @@
 """Drafts that take turns in one engine, on the same requests: what `titan bench drafts` and `titan bench trees` share.
 
-Samples of drafts add up to speed-ups, measured and predicted, acceptance per depth, and the ranking, with its reasons.
+Samples of drafts add up to speed-ups, and acceptance per depth.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
-from statistics import geometric_mean, mean
+from operator import itemgetter
+from statistics import geometric_mean
 
 from titan import LLM, SamplingParams
+from titan.bench.depths import DepthCounts, wilson_share
 from titan.bench.draft_recipes import DraftRecipe, Models
 from titan.bench.engine_run import make_idle, run_workload
 from titan.bench.loading import engine_options
 from titan.bench.options import add_draft_weight_bits, add_target, bench_parser, model_options, positive
-from titan.bench.predict import DepthCounts, wilson_share
 from titan.bench.prompts import prompt_stream
 from titan.bench.report import Report, count, figure_table, format_label
 from titan.bench.runs import Run, share_equal
@@ -28,17 +29,10 @@ from titan.core.dtypes import RUN_DTYPES
 from titan.draft.base import Drafter
 
 QUICK = {"output_len": 48, "repeats": 1}
-STRETCH = "x decode step"
-"""A decode step over one without a draft."""
-PARTS = {"draft": "drafting", "target": "verification", "host": "the host"}
-"""Shares of a step by figure, and what they are for."""
 COLUMNS = {
     "tokens/s": "±.0f",
     "x no draft": "±.2f",
-    "predicted x": ".2f",
     "tokens/step": ".2f",
-    "expected tokens/step": ".2f",
-    "alpha": ".2f",
     "draft passes": ".1f",
     "ms/draft pass": ".2f",
     "ms/target pass": ".2f",
@@ -52,11 +46,9 @@ DEPTHS = {"trees": ".0f"} | {f"depth {depth}": "[.2f" for depth in range(1, 7)}
 NOTES = (
     "x no draft: median over the rounds of the ratio within a round, ± half the range; over workloads the geometric mean. tokens/s "
     "count the wall time of a run, prefill included; times of steps and passes are those without prompts.",
-    "predicted x: E / (drafting + verification), in target passes without draft tokens, E = (1 - alpha^(gamma+1)) / (1 - alpha), "
-    "after Leviathan et al. 2023 (equation 1, theorem 3.8), with the measured alpha, the acceptance of one more depth; the host's "
-    "work outside the passes, and prefill, are not in it. verify/decode: a target pass with draft tokens over one without.",
-    "tokens/step: mean acceptance length, final token included; expected: what alpha alone gives. depth d: of the trees that reach "
-    "depth d, the share that had a node so deep accepted, and its 95 % interval (Wilson 1927), as if trees were independent.",
+    "verify/decode: a target pass with draft tokens over one without. tokens/step: mean acceptance length, final token included. "
+    "depth d: of the trees that reach depth d, the share that had a node so deep accepted, and its 95 % interval (Wilson 1927), as "
+    "if trees were independent.",
 )
 
 
@@ -136,16 +128,14 @@ class DraftBench:
         counts = DepthCounts()
         self.engine.observers[:] = [counts.observe]
         run = work(workloads[round_id])
-        return replace(run, figures={**run.figures, **counts.figures}, details=counts.details)
+        return replace(run, details=counts.details)
 
     def report(self, *notes: str) -> Report:
         """Lay out what was measured so far."""
         args, kind, samples = self.args, self.kind, compare(self.samples, self.kind)
         rows, depths = make_rows(samples), find_depths(samples)
-        ranking = rank(rows, kind)
-        best = {each.labels["temperature"]: each for each in reversed(ranking)}
-        gains = {t: f"{best[t].labels[kind]} ({best[t].figures['x no draft']:.2f} x no draft)" for t in sorted(best)}
-        places = [f"at temperature {t:g} {gain}" for t, gain in gains.items()]
+        fastest = find_fastest(rows, kind)
+        places = [f"at temperature {t:g} {draft} ({gain:.2f} x no draft)" for t, (draft, gain) in sorted(fastest.items())]
         about = (
             f"{args.model}, {args.dtype}; {count(args.concurrency, 'request')} at once, {count(args.waves, 'request')} per slot, "
             f"prompts of {args.prompt_len} tokens, {args.output_len} generated; {count(args.repeats, 'interleaved round')}."
@@ -154,11 +144,10 @@ class DraftBench:
         return Report(
             self.title,
             f"Fastest {kind} by tokens/s: {'; '.join(places)}." if places else f"No {kind} could be compared with no draft.",
-            {"rows": rows, "ranking": ranking, "depths": depths, "samples": samples},
+            {"rows": rows, "depths": depths, "samples": samples},
             [
                 figure_table("Speed and costs", rows, labels, COLUMNS),
                 figure_table("Acceptance per depth", depths, labels, DEPTHS),
-                figure_table("Ranking", ranking, ["temperature", kind, "why"], {"x no draft": ".2f"}),
             ],
             [about, *notes, *NOTES],
             self.problems,
@@ -166,24 +155,14 @@ class DraftBench:
 
 
 def compare(samples: Sequence[Sample], kind: str) -> list[Sample]:
-    """Add what compares samples with those of no draft in their rounds: speed-ups, ratios of times, and predicted speed-ups.
+    """Add the speed-up, and the ratio of the target's passes, to no draft in the same rounds.
 
     Args:
         samples: of `DraftBench`.
         kind: the label that names drafts.
     """
-    for name, figure in {"x no draft": "tokens/s", STRETCH: "ms/decode step", "verify/decode": "ms/target pass"}.items():
-        samples = with_ratio(samples, name, figure, **{kind: NO_DRAFT})
-    found = []
-    for each in samples:
-        figures = dict(each.figures)
-        if "verify/decode" in figures:
-            verification = figures["ms/target pass"]
-            drafting = figures.get("draft passes", 0.0) * figures.get("ms/draft pass", 0.0)
-            decode = verification / figures["verify/decode"]
-            figures["predicted x"] = figures["expected tokens/step"] * decode / (drafting + verification)
-        found.append(replace(each, figures=figures))
-    return found
+    samples = with_ratio(samples, "x no draft", "tokens/s", **{kind: NO_DRAFT})
+    return with_ratio(samples, "verify/decode", "ms/target pass", **{kind: NO_DRAFT})
 
 
 def find_depths(samples: Sequence[Sample]) -> list[Row]:
@@ -198,49 +177,15 @@ def find_depths(samples: Sequence[Sample]) -> list[Row]:
     return found
 
 
-def rank(rows: Sequence[Row], kind: str) -> list[Row]:
-    """Order the drafts of each temperature by their speed-up, a geometric mean over workloads, and say what others lack."""
-    groups: dict[tuple[float, str], list[Row]] = {}
+def find_fastest(rows: Sequence[Row], kind: str) -> dict[float, tuple[str, float]]:
+    """The fastest draft of each temperature, and its speed-up, a geometric mean over workloads."""
+    speed_ups: dict[float, dict[str, list[float]]] = {}
     for row in rows:
-        if "x no draft" in row.figures:
-            groups.setdefault((float(row.labels["temperature"]), str(row.labels[kind])), []).append(row)
-    drafts = [(*labels, _overall(mine)) for labels, mine in groups.items()]
-    drafts.sort(key=lambda each: (each[0], -each[2]["x no draft"]))
-    best = {temperature: figures for temperature, _, figures in reversed(drafts)}
-    return make_rows(
-        Sample({"temperature": temperature, kind: name, "why": _why(figures, best[temperature])}, 0, figures)
-        for temperature, name, figures in drafts
-    )
-
-
-def _overall(rows: Sequence[Row]) -> dict[str, float]:
-    """A draft over all workloads; a step and its parts are in steps without a draft."""
-    medians = [{name: spread.median for name, spread in row.figures.items()} for row in rows]
-    figures = {part: mean(each[STRETCH] * each[part] for each in medians) for part in PARTS}
-    return {
-        **figures,
-        STRETCH: sum(figures.values()),
-        "x no draft": geometric_mean(each["x no draft"] for each in medians),
-        "tokens/step": mean(each["tokens/step"] for each in medians),
-    }
-
-
-def _why(mine: Mapping[str, float], best: Mapping[str, float]) -> str:
-    """What makes the best one fast; of others the larger of two factors: fewer tokens per step, or longer steps."""
-    reason = f"emits {mine['tokens/step']:.2f} tokens per step"
-    if mine is best:
-        pays = "pay" if mine["x no draft"] > 1 else "do not pay"
-        return f"{reason}, which {pays} for steps that take {mine[STRETCH]:.2f} x as long as without a draft"
-    reason += f", the fastest {best['tokens/step']:.2f}"
-    fewer_by = best["tokens/step"] / mine["tokens/step"]
-    longer_by = mine[STRETCH] / best[STRETCH]
-    if longer_by > max(1.0, fewer_by):
-        cause = PARTS[max(PARTS, key=lambda part: mine[part] - best[part])]
-        lengths = f"{mine[STRETCH]:.2f} x a step without a draft, the fastest's {best[STRETCH]:.2f}"
-        reason = f"its steps take {lengths}, mostly for {cause}"
-    elif fewer_by <= 1:
-        reason = "no worse per step in these figures: behind within the noise"
-    return f"{reason}; slower than no draft" if mine["x no draft"] < 1 else reason
+        if (speed_up := row.median("x no draft")) is not None:
+            drafts = speed_ups.setdefault(float(row.labels["temperature"]), {})
+            drafts.setdefault(str(row.labels[kind]), []).append(speed_up)
+    means = {t: {draft: geometric_mean(each) for draft, each in drafts.items()} for t, drafts in speed_ups.items()}
+    return {t: max(drafts.items(), key=itemgetter(1)) for t, drafts in means.items()}
 
 
 def take_workloads(args: argparse.Namespace, source: str) -> list[Workload]:

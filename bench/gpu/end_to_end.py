@@ -24,7 +24,6 @@ from titan.bench.gpu import random_models
 from titan.bench.gpu.interpreted import InterpretedBackend
 from titan.bench.gpu.sections import Figures, Section, Setting, Task, WrongNumbersError
 from titan.bench.gpu.timing import busy_seconds, heaviest, synchronize
-from titan.bench.predict import expected_tokens
 from titan.bench.prompts import random_prompts
 from titan.bench.samples import Label, with_ratio
 from titan.bench.workloads import Lengths, Workload, take_workload
@@ -129,6 +128,11 @@ TINY = Plan(
     min_rows=4,
     min_steps=2,
 )
+
+
+def expected_tokens(acceptance: float, num_drafts: int) -> float:
+    """Tokens of a step with a chain of drafts, final token included (Leviathan et al. 2023, equation 1)."""
+    return sum(acceptance**depth for depth in range(num_drafts + 1))
 
 
 class PaidReplayDrafter(DraftModelDrafter):

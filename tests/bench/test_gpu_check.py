@@ -9,10 +9,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
 
+import numpy as np
 import pytest
 import torch
 from interpreted import triton_backend
@@ -21,7 +23,7 @@ from titan.bench import gpu_check
 from titan.bench.gpu import attention, ceilings, end_to_end, random_models, sampling, splits
 from titan.bench.gpu.attention import KERNELS, LLAMA_3_8B, TITAN, UNIFORM
 from titan.bench.gpu.attention_batches import make_case, uniform_shape
-from titan.bench.gpu.end_to_end import AT_GOAL, DRAFTS_SAMPLED, PLAIN, EndToEnd, Mode
+from titan.bench.gpu.end_to_end import AT_GOAL, DRAFTS_SAMPLED, PLAIN, EndToEnd, Mode, expected_tokens
 from titan.bench.gpu.sections import Figures, Row, Section, Setting, Task, WrongNumbersError, run_isolated, run_tasks
 from titan.bench.gpu.timing import covered_seconds
 from titan.bench.step_times import step_times
@@ -418,3 +420,13 @@ def test_calls_of_the_first_hour_that_cannot_be_made_are_refused(words: list[str
     environment = {"PATH": os.environ["PATH"], "OUT": str(tmp_path)}
     call = subprocess.run(["bash", str(script), *words], env=environment, capture_output=True, text=True, check=False)
     assert call.returncode == 2 and message in call.stdout and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("gamma", [0, 1, 5])
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+def test_expected_tokens_are_the_mean_over_all_outcomes(alpha: float, gamma: int) -> None:
+    """Of coins, one per draft token: tokens up to the first rejection, and the final token."""
+    coins = list(product([True, False], repeat=gamma))
+    chances = [alpha ** sum(each) * (1 - alpha) ** (gamma - sum(each)) for each in coins]
+    lengths = [1 + [*each, False].index(False) for each in coins]
+    assert expected_tokens(alpha, gamma) == pytest.approx(np.dot(chances, lengths))

@@ -1,8 +1,7 @@
-"""Leviathan et al. 2023 against what it counts; counts by hand and of an engine; intervals of scipy."""
+"""Acceptance per depth: counts by hand and of an engine; intervals of scipy."""
 
 from __future__ import annotations
 
-from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,19 +12,9 @@ from stepping import host_trees, make_engine, submit
 from zoo import Zoo, random_prompts
 
 from titan import SamplingParams
-from titan.bench.predict import DepthCounts, expected_tokens, wilson_share
+from titan.bench.depths import DepthCounts, wilson_share
 from titan.core.step import Acceptance
 from titan.core.trees import EMPTY_TREE, DraftTree
-
-
-@pytest.mark.parametrize("gamma", [0, 1, 5])
-@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
-def test_expected_tokens_are_the_mean_over_all_outcomes(alpha: float, gamma: int) -> None:
-    """Of coins, one per draft token: tokens up to the first rejection, and the final token."""
-    coins = list(product([True, False], repeat=gamma))
-    chances = [alpha ** sum(each) * (1 - alpha) ** (gamma - sum(each)) for each in coins]
-    lengths = [1 + [*each, False].index(False) for each in coins]
-    assert expected_tokens(alpha, gamma) == pytest.approx(np.dot(chances, lengths))
 
 
 def test_paths_through_trees_are_counted_by_depth() -> None:
@@ -36,10 +25,6 @@ def test_paths_through_trees_are_counted_by_depth() -> None:
     plan: Any = SimpleNamespace(reaches_root=lambda i: i < 4)
     counts.observe(plan, Acceptance(host_trees(trees), [[0, 1], [2], [], [], []], [[0]] * 5, [None] * 5))
     assert counts.details == {"trees per depth": [3, 3], "accepted per depth": [2, 1]}
-    # tried: three roots, and node 0 once; accepted: three nodes; of the four steps one is without a tree
-    assert counts.figures["alpha"] == 3 / 4
-    assert counts.figures["expected tokens/step"] == (1 + 3 * (1 + 3 / 4 + 9 / 16)) / 4
-    assert DepthCounts(num_steps=1).figures == {"expected tokens/step": 1.0}  # nothing was drafted
 
 
 @pytest.mark.parametrize(("num_successes", "num_trials"), [(0, 1), (1, 1), (0, 40), (13, 40), (40, 40), (700, 1000)])
