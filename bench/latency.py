@@ -2,20 +2,18 @@
 
     titan bench latency --quick                                          a first look, in less than a minute
     titan bench latency                                                  the demo pair, rates around what it can bear
-    titan bench latency --rate 2 4 8 --arrivals bursty:4 --slo-ttft 0.5
-    titan bench latency --model DIR/target --draft-model DIR/draft --arrivals trace.csv
+    titan bench latency --rate 2 4 8 --slo-ttft 0.5
+    titan bench latency --model DIR/target --draft-model DIR/draft
 
-Arrivals are an open loop: the next request does not wait for an answer. "poisson" and "bursty:V" (gamma distributed gaps with a
-coefficient of variation of V) draw them; a trace's file has lines of time in seconds, prompt tokens, output tokens, and is replayed
-as it is, or stretched to each --rate. All rates use the same draws, stretched, and both engines the same requests, in turns.
-Temperature 0, and the end of sequence is ignored. Ctrl-C ends the measurement and reports what there is.
+Arrivals are a Poisson process, an open loop: the next request does not wait for an answer. All rates use the same draws, stretched,
+and both engines the same requests, in turns. Temperature 0, and the end of sequence is ignored. Ctrl-C ends the measurement and
+reports what there is.
 
 Latencies count from a request's arrival. The time between tokens is a request's mean after its first token, because speculation
 emits several at once. An engine is saturated if, while the second half of the requests arrives, its queue grows by more than a
 tenth of them and two standard deviations of the queue's own noise; a stream of few requests shows only large overloads. For that,
 the numbers in flight at two moments are taken as Poisson distributed, with one more than those at the first moment as their mean
-(one more, so that an engine idle just then has some noise as well); each has this mean as its variance, times the gaps' coefficient
-of variation where that is above 1, because bursts vary more.
+(one more, so that an engine idle just then has some noise as well).
 """
 
 from __future__ import annotations
@@ -25,9 +23,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise, takewhile
-from pathlib import Path
-from statistics import mean, pstdev
+from itertools import takewhile
 
 from titan import LLM
 from titan.bench.engine_run import make_idle, run_workload
@@ -38,15 +34,7 @@ from titan.bench.report import Report, count, figure_table, measure_and_publish
 from titan.bench.runs import RequestRun, Run, latency_figures
 from titan.bench.samples import NO_DRAFT, Row, Sample, Spread, make_rows, with_ratio
 from titan.bench.turns import Turns, in_rounds
-from titan.bench.workloads import (
-    Lengths,
-    TraceEntry,
-    Workload,
-    draw_arrivals,
-    read_trace,
-    read_variation,
-    take_workload,
-)
+from titan.bench.workloads import Lengths, Workload, draw_arrivals, take_workload
 from titan.core.dtypes import RUN_DTYPES
 
 RATE = "rate, requests/s"
@@ -76,8 +64,6 @@ TOKEN_TIMES = {
 }
 CAPACITY_SHARES = (0.3, 0.6, 0.8, 1.0, 1.3, 2.0)
 """Rates of a sweep that names none, over what the engine finishes per second without a draft if all requests come at once."""
-NUM_REQUESTS = 128
-"""Per run, of arrivals that are drawn: enough for the queue of twice the bearable rate to stand out from its noise."""
 QUICK = {"num_requests": 32, "repeats": 1, "capacity_shares": (0.6, 1.3)}
 
 
@@ -96,15 +82,15 @@ class LatencyBench:
         self.samples: list[Sample] = []
         self.problems: list[str] = []
         self._rates: list[float] = sorted(set(args.rate))
-        if Path(args.arrivals).is_file():
-            trace = read_trace(Path(args.arrivals))[: args.num_requests]
-            if trace[-1].time == 0:
-                raise ValueError(f"trace {args.arrivals!r} has no rate, as all requests come at once: their times must differ")
-            rate = (len(trace) - 1) / trace[-1].time
-            self._rates = self._rates or [rate]
-            self.workloads = self._replay(trace, rate)
-        else:
-            self.workloads = self._draw(read_variation(args.arrivals))
+        prompts = prompt_stream(args.model, args.prompts, args.prompt_len, args.seed, **model_options(args))
+        output_lens = args.output_len.stream(f"{args.seed}/outputs")
+        self.workloads = [  # of each round, one request per second
+            replace(
+                take_workload(prompts, args.num_requests, output_lens),
+                arrivals=draw_arrivals(args.num_requests, args.seed + round_id),
+            )
+            for round_id in range(args.repeats)
+        ]
         longest = max(workload.max_len for workload in self.workloads)
         options = {"speculation": "fixed", "max_draft_tokens": args.max_draft_tokens, "num_kv_blocks": None}  # as there is room
         options["max_waiting_requests"] = max(map(len, self.workloads))
@@ -159,23 +145,6 @@ class LatencyBench:
     def _serve(self, engine: str, workload: Workload) -> Run:
         return run_workload(self.llm.engine, workload, use_speculative=engine != NO_DRAFT)
 
-    def _draw(self, variation: float) -> list[Workload]:
-        """The requests of each round, one per second."""
-        args = self.args
-        num_requests = args.num_requests or NUM_REQUESTS
-        prompts = prompt_stream(args.model, args.prompts, args.prompt_len, args.seed, **model_options(args))
-        output_lens = args.output_len.stream(f"{args.seed}/outputs")
-        arrivals = [draw_arrivals(variation, num_requests, args.seed + round_id) for round_id in range(args.repeats)]
-        return [replace(take_workload(prompts, num_requests, output_lens), arrivals=each) for each in arrivals]
-
-    def _replay(self, trace: Sequence[TraceEntry], rate: float) -> list[Workload]:
-        """The requests of each round, one per second on average, at the same times in all."""
-        args, longest = self.args, max(entry.prompt_len for entry in trace)
-        stream = prompt_stream(args.model, args.prompts, Lengths(longest, longest), args.seed, **model_options(args))
-        rounds = [[next(stream)[: entry.prompt_len] for entry in trace] for _ in range(args.repeats)]
-        output_lens, arrivals = [entry.output_len for entry in trace], [entry.time * rate for entry in trace]
-        return [Workload(prompts, output_lens, arrivals) for prompts in rounds]
-
     def report(self) -> Report:
         """Lay out what was measured so far."""
         args, samples = self.args, self.samples
@@ -190,8 +159,8 @@ class LatencyBench:
             figure_table("Time to the first token, and between tokens", rows, labels, TOKEN_TIMES),
         ]
         notes = [
-            f"{args.model}, {args.dtype}; arrivals: {args.arrivals}; prompts of {args.prompt_len} tokens, outputs of "
-            f"{args.output_len} (a trace has its own); at most {args.max_batch_size} at once; "
+            f"{args.model}, {args.dtype}; {count(args.num_requests, 'request')} per run, prompts of {args.prompt_len} tokens, "
+            f"outputs of {args.output_len}; at most {args.max_batch_size} at once; "
             f"{count(args.repeats, 'interleaved round')}.",
             f"within target: first token after at most {args.slo_ttft:g} s, then at most {args.slo_tbt:g} s between tokens on "
             "average; goodput: requests within the target per second; requests/s: finished.",
@@ -228,9 +197,7 @@ def load_figures(requests: Sequence[RequestRun], to_first_token: float, between_
         figures["followed"] = sum(middle < each.finished <= last for each in requests) / num_late
     if requests[0].finished <= middle:
         before, after = (sum(each.arrival <= moment < each.finished for each in requests) for moment in (middle, last))
-        gaps = [right.arrival - left.arrival for left, right in pairwise(requests)]
-        deviation = math.sqrt(2 * (before + 1) * max(1.0, pstdev(gaps) / mean(gaps)))
-        figures["excess"] = after - before - 0.1 * num_late - 2 * deviation
+        figures["excess"] = after - before - 0.1 * num_late - 2 * math.sqrt(2 * (before + 1))
     return figures
 
 
@@ -286,11 +253,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", choices=list(RUN_DTYPES), default="bfloat16")
     add("--max-draft-tokens", type=positive, default=4, help="per request and step (default: %(default)s)")
     add("--max-batch-size", type=positive, default=32, help="most requests that run at once (default: %(default)s)")
-    add("--arrivals", default="poisson", help="poisson, bursty, bursty:VARIATION or a trace's file (default: poisson)")
-    add("--rate", nargs="+", type=above_zero, default=(), help="requests/s (default: the trace's, or around what the engine bears)")
-    add("--num-requests", type=positive, help=f"per run; of a trace, at most (default: {NUM_REQUESTS}, or the whole trace)")
+    add("--rate", nargs="+", type=above_zero, default=(), help="requests/s (default: around what the engine bears)")
+    # 128 are enough for the queue of twice the bearable rate to stand out from its noise
+    add("--num-requests", type=positive, default=128, help="per run (default: %(default)s)")
     add("--prompts", default="auto", help="code, prose, chat, json, synthetic or a file (default: auto)")
-    mix_help = "tokens, or a mix; not of a trace (default: %(default)s)"
+    mix_help = "tokens, or a mix (default: %(default)s)"
     add("--prompt-len", type=Lengths.parse, default="16-256", help=mix_help)
     add("--output-len", type=Lengths.parse, default="16-128", help=mix_help)
     add("--slo-ttft", type=above_zero, default=0.5, help="target: most seconds to the first token (default: %(default)s)")

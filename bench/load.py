@@ -98,7 +98,7 @@ class LoadBench:
         if scenario.is_timed:
             num_requests = max(1, round(rate * self.args.seconds))
         workload = scenario.draw(self.args, num_requests, round_id)
-        times = draw_arrivals(1.0, len(workload), self.args.seed + round_id)
+        times = draw_arrivals(len(workload), self.args.seed + round_id)
         return replace(workload, arrivals=[each / rate for each in times])
 
     def _warm_up(self, engine: Engine, workload: Workload) -> Run:
