@@ -25,9 +25,8 @@ TITAN = "titan"
 TITAN_DRAFT = "titan-draft"
 TITAN_STATIC = "titan-static"
 TITAN_SINGLE = "titan-single"
-LLAMA_CPP = "llama.cpp"
-PEERS = ("vllm", "openvino", LLAMA_CPP)
-"""Engines that need an environment of their own or, the last, the address of a server."""
+PEERS = ("vllm", "openvino")
+"""Engines that need an environment of their own."""
 RunMode = Callable[[Workload, int], Run]
 """Takes the most requests at once."""
 
@@ -76,7 +75,6 @@ MODES = {
     "vllm-draft": Mode("vLLM with the draft model", engine="vllm", uses_draft=True),
     "openvino": Mode("OpenVINO GenAI's continuous batching without a draft", engine="openvino"),
     "openvino-draft": Mode("OpenVINO GenAI's continuous batching with the draft", engine="openvino", uses_draft=True),
-    LLAMA_CPP: Mode("llama.cpp's server, as it was started", engine="llama_cpp"),
 }
 
 
@@ -107,7 +105,7 @@ def load_modes(
         names: keys of `MODES`.
         options: model, draft_model, dtype, device, max_draft_tokens, max_batch_size and max_model_len of `LLM`, for all modes; the
             models are folders or hub ids. Others are Titan's alone.
-        peers: environment folder or URL by name in `PEERS`, where it is not the default.
+        peers: environment folder by name in `PEERS`, where it is not the default.
         problems: gets a line for what cannot run; it is left out.
 
     Raises:
@@ -128,8 +126,7 @@ def load_modes(
                         engine.swap_draft(options["draft_model"])
                     loaded.runs[name] = partial(mode.run, engine)
                 else:
-                    server = {"url": peers.get(LLAMA_CPP)} if name == LLAMA_CPP else {}
-                    wanted = {**(options if mode.uses_draft else plain), **mode.options, **server}
+                    wanted = {**(options if mode.uses_draft else plain), **mode.options}
                     process = PeerProcess(f"{mode.engine}_peer", find_python(mode.engine, peers), wanted)
                     loaded.processes[name] = stack.enter_context(closing(process))
                     loaded.runs[name] = process.run

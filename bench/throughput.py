@@ -304,8 +304,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--max-draft-tokens", type=positive, default=4, help="per request and step (default: %(default)s)")
     add("--rounds", type=positive, default=3, help="default: %(default)s")
     add("--modes", nargs="+", choices=list(MODES), metavar="MODE", help=f"default: what can run, of {', '.join(MODES)}")
-    peer_help = "environment of vllm or openvino (default: .peers/NAME), or llama.cpp=http://HOST:PORT; may be given again"
-    add("--peer", action="append", type=_peer, default=[], metavar="NAME=WHERE", help=peer_help)
+    peer_help = "environment of vllm or openvino (default: .peers/NAME); may be given again"
+    add("--peer", action="append", type=_peer, default=[], metavar="NAME=FOLDER", help=peer_help)
     add("--profile", action="store_true", help="where the time of Titan's decode steps goes; no throughput")
     add("--context-len", type=positive, default=512, help="mean of --profile, tokens (default: %(default)s)")
     args = parse(parser, argv, QUICK)
@@ -334,7 +334,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _peer(text: str) -> tuple[str, str]:
-    name, _, where = text.partition("=")
-    if name not in PEERS or not where:
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: give NAME=WHERE, where NAME is one of {', '.join(PEERS)}")
-    return name, where
+    name, _, folder = text.partition("=")
+    if name not in PEERS or not folder:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: give NAME=FOLDER, where NAME is one of {', '.join(PEERS)}")
+    return name, folder

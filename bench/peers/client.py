@@ -33,8 +33,7 @@ class PeerProcess:
     Args:
         adapter: a module in this folder, or the path of one, without its suffix.
         python: interpreter of the peer's environment.
-        options: see `serve.py`; the threads are those of torch here. With an ``url``, the process is the client of a server, which
-            is not stopped, and the processor time of which is not known.
+        options: see `serve.py`; the threads are those of torch here.
 
     Raises:
         PeerError: the adapter cannot load, or does not answer in time.
@@ -42,7 +41,6 @@ class PeerProcess:
 
     def __init__(self, adapter: str, python: str, options: Mapping[str, Any]) -> None:
         self._num_threads = torch.get_num_threads()
-        self._is_client = "url" in options
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - lives as long as the process
         self._process = subprocess.Popen(
             [python, "-Iu", str(HERE / "serve.py"), str(HERE / adapter)],  # I: without the packages of this environment
@@ -77,8 +75,8 @@ class PeerProcess:
         output_lens = [len(each.token_ids) for each in runs]
         if output_lens != workload.output_lens:
             raise PeerError(f"it generated {output_lens} tokens, not {workload.output_lens}")
-        cpu = {} if self._is_client else {"CPU": cpu_seconds / answer["seconds"] / self._num_threads}
-        return Run(runs, answer["seconds"], {**answer["figures"], **cpu})
+        figures = {**answer["figures"], "CPU": cpu_seconds / answer["seconds"] / self._num_threads}
+        return Run(runs, answer["seconds"], figures)
 
     def close(self) -> None:
         """End the process and its children."""

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import io
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from urllib.request import Request
 
 import psutil
 import pytest
 from zoo import Zoo, random_prompts
 
-from titan.bench.peers import client, llama_cpp_peer, serve, transformers_peer
+from titan.bench.peers import client, serve, transformers_peer
 from titan.bench.peers.client import PeerError, PeerProcess
 from titan.bench.workloads import Workload
 
@@ -47,11 +43,6 @@ def test_a_peer_answers_round_after_round_is_stopped_in_between_and_gone_at_the_
             assert leader.cpu_times() == before
     assert not leader.is_running()
     assert process.versions["fake"] == "1.0" and "/of/this/environment" not in process.versions["folders"]
-
-
-def test_what_a_server_takes_of_the_processor_is_not_known_at_its_client() -> None:
-    with closing(make_process(url="http://localhost:8080")) as process:
-        assert process.run(WORKLOAD, 1).figures == {"tokens/step": 1.5}
 
 
 @pytest.mark.parametrize(
@@ -111,21 +102,3 @@ def test_transformers_generates_what_it_generates_alone(zoo: Zoo, mode: str) -> 
     assert 1 < answer["figures"].get("tokens/step", 4) <= 4 and bool(answer["figures"]) == (mode == "assisted")
     if mode == "continuous":
         peer.model.destroy_cached_continuous_batching_manager()
-
-
-def test_the_server_of_llama_cpp_is_asked_for_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    def answer(question: str | Request, timeout: float) -> io.BytesIO:
-        if isinstance(question, str):
-            return io.BytesIO(b'{"build_info": "b1234"}')
-        assert isinstance(question.data, bytes)
-        asked = json.loads(question.data)
-        assert asked["temperature"] == 0 and asked["ignore_eos"] and not asked["cache_prompt"]
-        tokens = [[asked["prompt"][0] + i] for i in range(asked["n_predict"])]
-        return io.BytesIO(b"".join(b'data: {"tokens": %s}\n\n' % str(each).encode() for each in [*tokens, []]))
-
-    monkeypatch.setattr(llama_cpp_peer, "build_opener", lambda _: SimpleNamespace(open=answer))
-    peer = llama_cpp_peer.load({"url": "http://localhost:8080"})
-    assert peer.versions == {"llama.cpp": "b1234"}
-    results = peer.run([{"prompt": [10], "output_len": 3}, {"prompt": [20, 1], "output_len": 2}], 2)["requests"]
-    assert [result["token_ids"] for result in results] == [[10, 11, 12], [20, 21]]
-    assert all(0 < result["first_token_seconds"] <= result["finished_seconds"] for result in results)

@@ -117,13 +117,12 @@ def test_what_was_measured_before_an_end_is_kept(
 
 def test_modes_that_cannot_run_are_left_out_with_a_reason(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # where there are no environments
-    names = ["titan", "titan-draft", "vllm", "llama.cpp"]
+    names = ["titan", "titan-draft", "vllm"]
     result = run(zoo, tmp_path, *SIZES, "2", "--draft-model", zoo.path("small_vocab"), "--modes", *names)
     assert [row["labels"]["mode"] for row in result["rows"]] == ["titan"]
-    draft, vllm, server = result["warnings"]
+    draft, vllm = result["warnings"]
     assert draft.startswith("titan-draft left out: ") and "another vocabulary" in draft
     assert vllm == "vllm left out: there is no .peers/vllm/bin/python: bench/results/README.md says how to install vllm"
-    assert server.endswith("--peer llama.cpp=http://HOST:PORT")
     (tmp_path / "run.json").unlink()
     with pytest.raises(ValueError, match=r"^nothing was measured; vllm left out: there is no "):
         run(zoo, tmp_path, "--modes", "vllm")
@@ -174,7 +173,7 @@ def test_quick_and_profile_are_presets_that_other_options_refine() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--peer", "triton=x"], "'triton=x' is not allowed: give NAME=WHERE, where NAME is one of vllm, openvino, llama.cpp"),
+        (["--peer", "triton=x"], "'triton=x' is not allowed: give NAME=FOLDER, where NAME is one of vllm, openvino"),
         (["--model", "x", "--modes", "titan-draft"], "give --draft-model"),
         (["--draft-model", "ngram", "--modes", "vllm-draft"], "--modes vllm-draft is not possible here"),
         (["--draft-model", "ngram", "--profile", "--modes", "transformers-static"], "allowed are titan, titan-draft"),
