@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from itertools import repeat
+from itertools import product, repeat
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -35,7 +35,7 @@ from titan.bench.prompts import prompt_stream
 from titan.bench.report import Report, count, figure_table, measure_and_publish
 from titan.bench.runs import Run
 from titan.bench.samples import Row, Sample, Spread, group_samples, make_rows, with_ratio
-from titan.bench.turns import Turns, in_rounds
+from titan.bench.turns import Turns
 from titan.bench.workloads import Lengths, Workload, take_workload
 from titan.core.dtypes import RUN_DTYPES
 from titan.core.options import EngineConfig
@@ -94,7 +94,7 @@ class AdaptiveBench:
                 num_requests = at_once * (1 if args.first_steps else args.waves)
                 workloads = [take_workload(self._prompts, num_requests, repeat(self._output_len)) for _ in range(args.rounds)]
                 place = f"at {count(at_once, 'request')} at once"
-                for round_id, setting in in_rounds(list(self.settings), args.rounds):
+                for round_id, setting in product(range(args.rounds), self.settings):
                     run = turns.take(setting, place, partial(self._run, setting, workloads[round_id], at_once))
                     if run is not None:
                         labels = {"at once": at_once, "setting": setting}
@@ -262,7 +262,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--device", default="auto", help="auto, cpu, cuda, cuda:N (default: %(default)s)")
     add("--concurrency", nargs="+", type=positive, default=[1, 8, 32], help="requests at once (default: 1 8 32)")
     add("--fixed", nargs="+", type=positive, default=[1, 2, 4, 6], help="fixed numbers of draft tokens (default: 1 2 4 6)")
-    add("--prompts", default="auto", help="where they come from: auto, synthetic, code, ..., or a file (default: %(default)s)")
+    add("--prompts", default="auto", help="auto, code, prose, chat, json or synthetic (default: %(default)s)")
     add("--prompt-len", type=Lengths.parse, default=Lengths(64, 64), help="tokens, or 16-512 for a mix (default: %(default)s)")
     add("--output-len", type=positive, default=128, help="tokens (default: %(default)s)")
     add("--waves", type=positive, help="requests per slot (default: 1, with --mixed 2, so that there are both kinds)")

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import repeat
+from itertools import product, repeat
 from operator import itemgetter
 from statistics import geometric_mean
 
@@ -23,7 +23,7 @@ from titan.bench.prompts import prompt_stream
 from titan.bench.report import Report, count, figure_table, format_label
 from titan.bench.runs import Run, share_equal
 from titan.bench.samples import NO_DRAFT, Label, Row, Sample, Spread, group_samples, make_rows, sum_details, with_ratio
-from titan.bench.turns import Turns, error_line, in_rounds
+from titan.bench.turns import Turns, error_line
 from titan.bench.workloads import Lengths, Workload, take_workload
 from titan.core.dtypes import RUN_DTYPES
 from titan.draft.base import Drafter
@@ -106,7 +106,7 @@ class DraftBench:
         runs = [(setting, draft) for setting, draft in drafts if draft in self.drafters]
         reference: Run | None = None
         with Turns(len(runs) * self.args.repeats, self.problems, lambda _: make_idle(self.engine)) as turns:
-            for round_id, (setting, draft) in in_rounds(runs, self.args.repeats):
+            for round_id, (setting, draft) in product(range(self.args.repeats), runs):
                 place = ", ".join(f"{name} {format_label(value)}" for name, value in setting.labels.items())
                 run = turns.take(draft, f"({place})", partial(self._run, setting, draft, round_id))
                 if draft == NO_DRAFT:

@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--workload",
         nargs="+",
-        help=f"{', '.join(SOURCES)}, {SYNTHETIC}, or files of prompts (default: the first four; synthetic without a tokenizer)",
+        help=f"{', '.join(SOURCES)}, {SYNTHETIC} (default: all but this; synthetic without a tokenizer)",
     )
     args = parse(parser, argv, QUICK)
     drafts = args.draft or (DEMO_DRAFTS if args.model == DEMO else OTHER_DRAFTS)

@@ -23,7 +23,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import takewhile
+from itertools import product, takewhile
 
 from titan import LLM
 from titan.bench.engine_run import make_idle, run_workload
@@ -33,7 +33,7 @@ from titan.bench.prompts import prompt_stream
 from titan.bench.report import Report, count, figure_table, measure_and_publish
 from titan.bench.runs import RequestRun, Run, latency_figures
 from titan.bench.samples import NO_DRAFT, Row, Sample, Spread, make_rows, with_ratio
-from titan.bench.turns import Turns, in_rounds
+from titan.bench.turns import Turns
 from titan.bench.workloads import Lengths, Workload, draw_arrivals, take_workload
 from titan.core.dtypes import RUN_DTYPES
 
@@ -105,7 +105,7 @@ class LatencyBench:
             for engine in self._engines:
                 turns.take(engine, "while it warmed up", partial(self._warm_up, engine))
             runs = [(rate, engine) for rate in self._rates or self._find_rates(turns) for engine in self._engines]
-            for round_id, (rate, engine) in in_rounds(runs, self.args.repeats):
+            for round_id, (rate, engine) in product(range(self.args.repeats), runs):
                 sample = turns.take(engine, f"at {rate:g} requests/s", partial(self._measure, engine, rate, round_id))
                 if sample is not None:
                     self.samples.append(sample)
@@ -256,7 +256,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--rate", nargs="+", type=above_zero, default=(), help="requests/s (default: around what the engine bears)")
     # 128 are enough for the queue of twice the bearable rate to stand out from its noise
     add("--num-requests", type=positive, default=128, help="per run (default: %(default)s)")
-    add("--prompts", default="auto", help="code, prose, chat, json, synthetic or a file (default: auto)")
+    add("--prompts", default="auto", help="auto, code, prose, chat, json or synthetic (default: auto)")
     mix_help = "tokens, or a mix (default: %(default)s)"
     add("--prompt-len", type=Lengths.parse, default="16-256", help=mix_help)
     add("--output-len", type=Lengths.parse, default="16-128", help=mix_help)

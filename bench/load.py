@@ -21,6 +21,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from math import inf
 from typing import Any
 
@@ -31,7 +32,7 @@ from titan.bench.options import above_zero, add_draft, add_target, bench_parser,
 from titan.bench.report import Report, Table, count, figure_table, measure_and_publish
 from titan.bench.runs import Run
 from titan.bench.samples import Row, Sample, make_rows, with_ratio
-from titan.bench.turns import Turns, in_rounds
+from titan.bench.turns import Turns
 from titan.bench.workloads import Lengths, Workload, draw_arrivals
 from titan.core.dtypes import RUN_DTYPES
 from titan.core.options import EngineConfig
@@ -82,9 +83,7 @@ class LoadBench:
                         continue
                     rate = scenario.share * run.rates[RATE]
                 workloads = [self._arrive(scenario, rate, each) for each in range(1, self.args.repeats + 1)]
-                for round_id, (variant, setting) in in_rounds(
-                    list(zip(engines, scenario.settings, strict=True)), self.args.repeats
-                ):
+                for round_id, (variant, setting) in product(range(self.args.repeats), zip(engines, scenario.settings, strict=True)):
                     work = partial(scenario.measure, engines[variant], workloads[round_id])
                     figures: Figures | None = turns.take(variant, f"in round {round_id}", work)
                     if figures is not None:
@@ -182,7 +181,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--prompt-len", type=Lengths.parse, default="16-128", help="tokens, or a mix (default: %(default)s)")
     add("--output-len", type=Lengths.parse, default="16-64", help="tokens, or a mix (default: %(default)s)")
     add("--max-batch-size", type=positive, default=32, help="most requests that run at once (default: %(default)s)")
-    add("--batch-share", type=share, default=1.0, help="batch class among those that are not critical (default: %(default)s)")
     add("--inter-token-ms", nargs="+", type=above_zero, default=[50.0, 100.0], help="max_inter_token_s (default: 50 100)")
     add("--kv-memory", type=positive, default=256, help="MiB, of int8-memory (default: %(default)s)")
     add("--repeats", type=positive, default=2, help="rounds (default: %(default)s)")
@@ -190,10 +188,3 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.draft_model is None and "load" in args.scenario:
         raise ValueError(f"--scenario load of --model {args.model} needs a draft: give --draft-model")
     return args
-
-
-def share(text: str) -> float:
-    """Read a number from 0 to 1, as a type of `argparse`."""
-    if not 0 <= float(text) <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not allowed: it must be a number from 0 to 1")
-    return float(text)

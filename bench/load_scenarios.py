@@ -188,11 +188,9 @@ def _draw_long(args: argparse.Namespace, num_requests: int, round_id: int) -> Wo
 
 
 def _draw_classes(args: argparse.Namespace, num_requests: int, round_id: int) -> Workload:
-    """`CRITICAL_SHARE` of them critical."""
+    """`CRITICAL_SHARE` of them critical, the others of the class "batch"."""
     generator = random.Random(f"{args.seed + round_id}/classes")
-    others = (1 - CRITICAL_SHARE) * args.batch_share
-    weights = [CRITICAL_SHARE, others, 1 - CRITICAL_SHARE - others]
-    classes = generator.choices(["critical", "batch", "normal"], weights, k=num_requests)
+    classes = generator.choices(["critical", "batch"], [CRITICAL_SHARE, 1 - CRITICAL_SHARE], k=num_requests)
     return replace(_take(args, num_requests, round_id), terms=[RequestTerms(priority=each) for each in classes])
 
 
@@ -248,7 +246,7 @@ def _measure_stream(engine: Engine, workload: Workload) -> Figures:
 def _measure_classes(engine: Engine, workload: Workload, seconds: float) -> Figures:
     """A critical request without a token by the end waits at least until then, and counts with that."""
     requests, times, end = _run(engine, workload, seconds)
-    waits: dict[str, list[float]] = {name: [] for name in ("critical", "normal", "batch")}
+    waits: dict[str, list[float]] = {name: [] for name in ("critical", "batch")}
     completed = dict.fromkeys(waits, 0)
     for request, mine, arrival in zip(requests, times, workload.arrivals, strict=True):
         if arrival < end:

@@ -9,15 +9,13 @@ import random
 import re
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import cache
 from itertools import cycle, islice
 from pathlib import Path
 from textwrap import indent
 from typing import Any
 
-from titan.bench.turns import log
-from titan.bench.workloads import Lengths, read_text
+from titan.bench.workloads import Lengths
 from titan.models.files import ModelFiles
 from titan.models.loader import load_tokenizer, open_model, resolve_model
 
@@ -40,14 +38,14 @@ def prompt_stream(
     Args:
         model: "demo", folder or hub id.
         source: "auto" (code if the model has a tokenizer, synthetic otherwise), "synthetic" (uniformly random token ids), a name
-            in `SOURCES`, or a file: a prompt per line, or JSON lines with a "prompt".
-        lengths: of the prompts in tokens. Those of a file are cut to at most ``lengths.high`` and may be shorter.
+            in `SOURCES`.
+        lengths: of the prompts in tokens.
         seed: of what is drawn: order, lengths, token ids.
         model_impl: as of `LLM`.
         trust_remote_code: likewise.
 
     Raises:
-        ValueError: the source is unknown, needs a tokenizer that the model lacks, or holds no prompts.
+        ValueError: the source is unknown, or needs a tokenizer that the model lacks.
     """
     files = ModelFiles(resolve_model(model, "target"))
     tokenizer = load_tokenizer(files, trust_remote_code=trust_remote_code)
@@ -56,12 +54,10 @@ def prompt_stream(
     if source == SYNTHETIC:
         config = open_model(files, model_impl, trust_remote_code=trust_remote_code).config
         return random_prompts(lengths, config.vocab_size, seed)
-    if source not in SOURCES and not Path(source).is_file():
-        raise ValueError(f"prompts {source!r} are unknown: allowed are auto, {SYNTHETIC}, {', '.join(SOURCES)}, or a file")
+    if source not in SOURCES:
+        raise ValueError(f"prompts {source!r} are unknown: allowed are auto, {SYNTHETIC}, {', '.join(SOURCES)}")
     if tokenizer is None:
         raise ValueError(f"prompts {source!r} are text, and {model} has no tokenizer: allowed are auto and {SYNTHETIC}")
-    if source not in SOURCES:
-        return file_prompts(tokenizer, Path(source), lengths)
     make_prompts = chat_prompts if source == "chat" else text_prompts
     return make_prompts(tokenizer, builtin_texts(source), lengths, seed)
 
@@ -108,26 +104,6 @@ def text_prompts(tokenizer: Any, texts: Sequence[str], lengths: Lengths, seed: i
                 break
         else:
             raise ValueError(f"a prompt of {length} tokens is longer than any of the {len(order)} texts")
-
-
-def file_prompts(tokenizer: Any, path: Path, lengths: Lengths) -> Iterator[list[int]]:
-    """Return the prompts of a file in order, from the first again after the last, cut to ``lengths.high`` tokens.
-
-    Says on stderr how many different ones there are, and how many are shorter than ``lengths.low``.
-
-    Raises:
-        ValueError: the file is no text, holds no prompt, or a line is not what it should be.
-    """
-    name = f"prompts {str(path)!r}"
-    texts = [line for line in read_text(path, name).splitlines() if line.strip()]
-    if path.suffix == ".jsonl":
-        texts = [_prompt_of(line, name) for line in texts]
-    prompts = [token_ids[: lengths.high] for text in texts if (token_ids := tokenizer.encode(text))]
-    if not prompts:
-        raise ValueError(f'{name} is empty: it must have a prompt per line, or JSON lines with a "prompt"')
-    num_different, num_short = len(set(map(tuple, prompts))), sum(len(prompt) < lengths.low for prompt in prompts)
-    log(f"{name}: {num_different} different ones, {num_short} of fewer than {lengths.low} tokens; they repeat if more are needed")
-    return cycle(prompts)
 
 
 def code_texts(source: str) -> list[str]:
@@ -192,10 +168,3 @@ def _describe_function(node: ast.FunctionDef) -> dict[str, object]:
         "is_public": not node.name.startswith("_"),
         "summary": (ast.get_docstring(node) or "").partition("\n")[0],
     }
-
-
-def _prompt_of(line: str, name: str) -> str:
-    with suppress(ValueError, KeyError, TypeError):
-        if isinstance(prompt := json.loads(line)["prompt"], str):
-            return prompt
-    raise ValueError(f'{name} has the line {line[:60]!r}: each must be a JSON object with a text "prompt"')

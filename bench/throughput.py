@@ -297,7 +297,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", nargs="+", choices=list(RUN_DTYPES), default=["float32", "bfloat16"], help="default: float32 bfloat16")
     add("--device", default="auto", help="of Titan: auto, cpu, cuda, cuda:N (default: %(default)s)")
     add("--concurrency", nargs="+", type=positive, help="requests at once (default: 1 8 32; --profile: 32)")
-    add("--prompts", default="auto", help="where they come from: auto, synthetic, code, ..., or a file (default: %(default)s)")
+    add("--prompts", default="auto", help="auto, code, prose, chat, json or synthetic (default: %(default)s)")
     add("--prompt-len", type=Lengths.parse, default=Lengths(64, 64), help="tokens, or 16-512 for a mix (default: %(default)s)")
     add("--output-len", type=Lengths.parse, default=Lengths(128, 128), help="tokens, or 16-512 for a mix (default: %(default)s)")
     add("--waves", type=positive, help=f"requests per slot (default: 1, with mixed output lengths {WAVES_OF_A_MIX})")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 from tqdm import tqdm
@@ -53,11 +53,6 @@ class Turns:
             return None
         finally:
             self._bar.update()
-
-
-def in_rounds(variants: Sequence[T], num_rounds: int) -> Iterator[tuple[int, T]]:
-    """Yield (round, variant) so that the variants take turns: A B A B; what drifts hits them all alike."""
-    return ((round_id, variant) for round_id in range(num_rounds) for variant in variants)
 
 
 def error_line(error: Exception) -> str:

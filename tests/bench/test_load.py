@@ -79,10 +79,3 @@ def test_goals_are_bounds_from_their_side() -> None:
 def test_a_load_scenario_without_a_draft_is_refused(zoo: Zoo) -> None:
     with pytest.raises(ValueError, match="needs a draft: give --draft-model"):
         parse_arguments(["--model", zoo.path("llama")])
-
-
-@pytest.mark.parametrize("share", ["-0.1", "1.5", "nan"])
-def test_a_share_of_the_batch_class_that_is_none_is_refused(share: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse_arguments(["--batch-share", share])
-    assert f"--batch-share: {share} is not allowed: it must be a number from 0 to 1" in capsys.readouterr().err

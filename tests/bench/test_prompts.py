@@ -7,12 +7,11 @@ import json
 import sched
 from argparse import ArgumentTypeError
 from itertools import count, islice, repeat
-from pathlib import Path
 
 import pytest
 from zoo import Zoo
 
-from titan.bench.prompts import SOURCES, chat_prompts, file_prompts, prompt_stream, text_prompts
+from titan.bench.prompts import SOURCES, chat_prompts, prompt_stream, text_prompts
 from titan.bench.workloads import Lengths, Workload, take_workload
 from titan.models.loader import DEMO
 
@@ -65,32 +64,9 @@ def test_texts_that_are_too_short_are_left_out_and_none_left_is_an_error() -> No
         next(text_prompts(Characters(), ["ab", "abcdef"], Lengths(7, 7), 0))
 
 
-def test_prompts_of_a_file_come_in_order_are_cut_and_repeat(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "prompts.txt").write_text("abc\n\ndefghijkl\nabc\n")
-    stream = file_prompts(Characters(), tmp_path / "prompts.txt", Lengths(5, 8))
-    assert [text(prompt) for prompt in islice(stream, 5)] == ["\0abc", "\0defghij", "\0abc", "\0abc", "\0defghij"]
-    assert "2 different ones, 2 of fewer than 5 tokens; they repeat if more are needed" in capsys.readouterr().err
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "x\\ny"}\n')
-    assert text(next(file_prompts(Characters(), tmp_path / "prompts.jsonl", SIXTEEN))) == "\0x\ny"
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.txt", b"\n \n", "is empty: it must have a prompt per line"),
-        ("b.jsonl", b"plain\n", "has the line 'plain': each must be a JSON object"),
-        ("binary", b"\x7fELF\xff\xfe\x80", "cannot be read as text in UTF-8"),
-    ],
-)
-def test_a_file_without_prompts_is_refused_by_its_name(tmp_path: Path, name: str, content: bytes, message: str) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=f"^prompts '.*{name}' {message}"):
-        prompt_stream(DEMO, str(tmp_path / name), SIXTEEN, seed=0)
-
-
 def test_an_unknown_source_and_a_model_without_a_tokenizer_are_refused(zoo: Zoo) -> None:
     model = zoo.path("llama")
-    with pytest.raises(ValueError, match="'poetry' are unknown: allowed are auto, synthetic, code, prose, chat, json, or a file"):
+    with pytest.raises(ValueError, match="'poetry' are unknown: allowed are auto, synthetic, code, prose, chat, json"):
         prompt_stream(DEMO, "poetry", SIXTEEN, seed=0)
     with pytest.raises(ValueError, match=r"are text, and .* has no tokenizer"):
         prompt_stream(model, "prose", SIXTEEN, seed=0)
