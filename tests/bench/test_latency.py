@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy import stats
 from zoo import Zoo
 
 from titan.bench import latency
@@ -15,6 +16,14 @@ from titan.bench.latency import RATE, SERVED, find_limits, latency_answer, load_
 from titan.bench.runs import RequestRun
 from titan.bench.samples import Sample, make_rows
 from titan.bench.workloads import draw_arrivals
+
+
+def test_gaps_between_arrivals_are_exponential_with_a_mean_of_a_second() -> None:
+    arrivals = draw_arrivals(20_000, seed=3)
+    gaps = np.diff(arrivals)
+    assert arrivals[0] == 0 and len(arrivals) == 20_000
+    assert stats.kstest(gaps, stats.expon().cdf).pvalue > 0.01 > stats.kstest(1.03 * gaps, stats.expon().cdf).pvalue
+    assert arrivals[:50] == draw_arrivals(50, seed=3) != draw_arrivals(50, seed=2)
 
 
 def request(arrival: float, first: float, finished: float, num_tokens: int = 5) -> RequestRun:
