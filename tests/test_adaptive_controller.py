@@ -587,6 +587,16 @@ def test_a_long_context_is_fed_beside_requests_that_draft() -> None:
     assert [bool(count) for count in decision.num_nodes] == [True, False, True, True]
 
 
+def test_who_waits_to_be_fed_is_not_probed_meanwhile() -> None:
+    """It would be fed all the same."""
+    controller, (load, drafting, plain) = controller_of(BIG), four_requests(num_missing=40)
+    for _ in range(20):
+        decision = controller.choose(load)
+        assert not decision.probed
+        controller.observe(drafting if decision.drafts else plain)
+    assert 0 < sum(map(bool, decision.num_nodes)) < sum(map(bool, controller.optimum.num_nodes)) == 4
+
+
 def test_drafts_that_did_not_come_are_not_repeated() -> None:
     """A drafter failed, or the step ran in parts, of which nothing is told."""
     controller, _, outcome = drafting_controller()

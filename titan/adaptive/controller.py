@@ -102,11 +102,13 @@ class Controller:
         self._worths: Sequence[Worth | None] = ()  # of its candidates; None: they draft nothing
         self._standing = Standing()
         self._has_compared = False  # in the last decision
+        self._is_repeated = False  # whether the last step did as the one before
         self._num_rested = 0  # steps since anything was decided
         self._num_repeats = 0  # next steps for which the last decision, or rest, may be taken unlooked at
         self._rest_seconds = 0.0  # that each of them is taken to last after a rest
         self._num_unseen = 0  # of these, those that have passed
         self._num_since_plain = 0  # steps since one was plain; below 0: plain ones still to come
+        self._plain_after = 0.0  # such steps after which one is to be plain again
         self._estimates = estimate(self.fleet, self.past, (AcceptanceCounts(),))
         self._hoped: list[int] = []
         self._compared: Sequence[AcceptanceCounts] = ()  # of the candidates of the last comparison
@@ -126,7 +128,7 @@ class Controller:
         """
         if self._num_repeats <= 0:
             return False
-        self._num_repeats, self._standing.num_left, self._has_compared = self._num_repeats - 1, self._standing.num_left - 1, False
+        self._num_repeats, self._standing.num_left, self._is_repeated = self._num_repeats - 1, self._standing.num_left - 1, True
         if self.optimum.drafts:
             self._num_since_plain += 1
         else:
@@ -168,7 +170,7 @@ class Controller:
             load: of the step.
             has_room: whether room is reserved for drafts; without it, nothing is drafted in this step.
         """
-        self._load, self._num_repeats = load, 0
+        self._load, self._num_repeats, self._is_repeated = load, 0, False
         if not _are_same(self._compared, [each.counts for each in load.candidates]):
             self._standing.num_left = 0
         if self._num_rested:
@@ -187,12 +189,12 @@ class Controller:
         if self.optimum.drafts and (not has_room or self._is_plain_due()):  # none of the steps for which it stands
             return _nothing(load)
         num_nodes = [min(count, each.max_nodes) for count, each in zip(self.optimum.num_nodes, load.candidates, strict=True)]
+        probed = self._probes.choose(load, self.costs, num_nodes, self._estimates.means, self._hoped)
         self._delay(load, num_nodes)
         worths = [
             worth if count and each.stops_early else None
             for worth, count, each in zip(self._worths, num_nodes, load.candidates, strict=True)
         ]
-        probed = self._probes.choose(load, self.costs, num_nodes, self._estimates.means, self._hoped)
         drafted = [i for i in probed if load.candidates[i].num_reviewable is None]
         if drafted and not has_room:
             return _nothing(load)
@@ -209,14 +211,9 @@ class Controller:
     def _is_plain_due(self) -> bool:
         """Whether a step without drafts should show what such steps cost: the more often, the less drafting gains."""
         self._num_since_plain += 1
-        if self._num_until_plain <= 0:
+        if self._num_since_plain >= self._plain_after:
             self._num_since_plain = -NUM_PLAIN
         return self._num_since_plain < 0
-
-    @property
-    def _num_until_plain(self) -> float:
-        gain = self.optimum.rate / self.optimum.off_rate - 1
-        return PLAIN_STEPS * (1 + min(gain, 1.0) / PLAIN_GAIN) - self._num_since_plain
 
     def _delay(self, load: Load, num_nodes: list[int]) -> None:
         """Let requests wait, those that owe most, and never all, while feeding the draft would take longer than a step."""
@@ -247,6 +244,7 @@ class Controller:
         ]
         self._probes.forget()
         self.optimum = best(sure, prices, self.drafting_yield.factor, 1 - MARGIN if self.optimum.drafts else 1 + MARGIN)
+        self._plain_after = PLAIN_STEPS * (1 + min(self.optimum.rate / self.optimum.off_rate - 1, 1.0) / PLAIN_GAIN)
         self._worths = [self._worth(i, prices) if self.optimum.num_nodes[i] else None for i, each in enumerate(load.candidates)]
         self._hoped = self.optimum.num_nodes
         if not all(self._hoped):
@@ -279,19 +277,21 @@ class Controller:
         Steps that draft as planned are learned from in the next comparison, which is the first to go by what they say, but for the
         account of probes: all at once, this takes a quarter of the time that it takes step by step, each with cold caches.
         """
-        decision = self._decision
+        decision, standing = self._decision, self._standing
+        self._unlearned.append((self._load, decision, outcome))
+        if is_as_planned := self._is_repeated or (decision.is_steady and decision.drafts):
+            standing.note_drafts(outcome.num_accepted)
+        may_repeat = is_as_planned and outcome.num_nodes > 0 and standing.num_left > 0
+        self._num_repeats = int(may_repeat and self._num_since_plain < self._plain_after - 1)
+        if self._is_repeated:
+            return
         self.has_tried |= decision.drafts or bool(decision.reviewed)
         if self._has_compared:
-            self._standing.note_comparison(outcome.deciding_seconds)
-        self._unlearned.append((self._load, decision, outcome))
-        if decision.is_steady and decision.drafts:
-            self._standing.note_drafts(outcome.num_accepted)
-        may_repeat = decision.is_steady and outcome.num_nodes > 0 and self._standing.num_left > 0
-        self._num_repeats = int(may_repeat and self._num_until_plain > 1)
+            standing.note_comparison(outcome.deciding_seconds)
         if decision.probed or not decision.drafts:
             self._learn()
         if decision.is_probe:
-            self._standing.num_left = 0
+            standing.num_left = 0
 
     def _learn(self) -> None:
         """Learn from the steps that were observed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import exp, log
+from sys import maxsize
 
 from titan.adaptive.controller import Controller, Decision
 from titan.adaptive.load import Candidate, Load, Outcome
@@ -41,6 +42,7 @@ class AdaptiveSpeculation:
     _rows: list[int] = field(default_factory=list)  # of the plan, those that emit tokens
     _last_requests: Sequence[Request] = ()  # those of the last step, if each had one token
     _repeats: bool = False  # whether the step does as the last one did
+    _num_allowed: int = 0  # next steps for which it is known that requests may do as in the last one
     _num_repeats: int = 0  # of drafts, since the last requests' temperatures were followed
     _load: Load = field(default_factory=lambda: Load((), 0, 0))
     _decision: Decision = RESTING
@@ -50,9 +52,14 @@ class AdaptiveSpeculation:
         """Set budgets, worths and reviews of a plan's rows."""
         num_rows = sum(plan.num_tokens)
         is_alike = num_rows == len(plan.requests) and plan.requests == self._last_requests
-        self._repeats = is_alike and self._allow_decision(plan.requests) and self.controller.repeats()
-        if not self._repeats:
+        if is_alike and not self._num_allowed:
+            self._num_allowed = self._num_steps_allowed(plan.requests)
+        self._repeats = is_alike and self._num_allowed > 0 and self.controller.repeats()
+        if self._repeats:
+            self._num_allowed -= 1
+        else:
             self._decide_anew(plan, num_rows)
+            self._num_allowed = 0
         self._apply(plan)
 
     def _decide_anew(self, plan: StepPlan, num_rows: int) -> None:
@@ -77,16 +84,22 @@ class AdaptiveSpeculation:
             self._last_shown = decision.is_probe, optimum
         plan.reviews = [rows[i] for i in decision.reviewed]
 
-    def _allow_decision(self, requests: Sequence[Request]) -> bool:
-        """Whether requests that were decided on may draft as much again, and their trees end where they did."""
+    def _num_steps_allowed(self, requests: Sequence[Request]) -> int:
+        """Return for how many steps requests may draft what was decided, and trees end where they did, whatever is accepted."""
         if self._decision is RESTING:
-            return True
-        rows = zip(requests, self._decision.most_nodes, self._decision.worths, strict=True)
-        return self._decision.is_steady and all(
-            self._most_nodes(request) >= most and self.drafting.stops_early(request) == (worth is not None)
-            for request, most, worth in rows
-            if most
-        )
+            return maxsize
+        if not self._decision.is_steady:
+            return 0
+        num_steps = maxsize
+        for request, most, worth in zip(requests, self._decision.most_nodes, self._decision.worths, strict=True):
+            if not most:
+                continue
+            num_left = min(request.num_remaining_tokens - 1, self.drafting.max_len - request.num_tokens) - most
+            if num_left < 0 or self.drafting.stops_early(request) != (worth is not None):
+                return 0
+            # whether drafts of one that samples are sampled, and so have no scores, may change with each step
+            num_steps = min(num_steps, 1 + num_left // (1 + most) if request.params.is_greedy else 1)
+        return num_steps
 
     def _apply(self, plan: StepPlan) -> None:
         """Set the budgets and worths of a plan as decided."""
@@ -139,10 +152,9 @@ class AdaptiveSpeculation:
                 plan.requests[i].draft_history.tokens_per_step.note(1 + len(acceptance.paths[i]))
         if self._repeats and self._decision is RESTING:
             return
-        num_nodes = acceptance.trees.num_nodes
-        draft_seconds = times.draft if self.drafting.is_fed else 0.0  # a drafter without a model is a part of the host
-        if growth is not None and growth.seconds is not None:
-            draft_seconds = growth.seconds
+        num_nodes, draft_seconds = acceptance.trees.num_nodes, None if growth is None else growth.seconds
+        if draft_seconds is None:
+            draft_seconds = times.draft if self.drafting.is_fed else 0.0  # a drafter without a model is a part of the host
         outcome = Outcome(
             num_nodes,
             sum(map(len, acceptance.paths)),
