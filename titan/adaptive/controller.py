@@ -342,12 +342,13 @@ class Controller:
         has_failed = has_passes and not total.num_nodes and not total.num_draft_passes
         if more < LEAST_MORE * prices.plain_seconds or not (is_as_planned or has_failed):
             return
-        chains = [(decision.num_nodes[i], self._estimates.means[i]) for i in drafting]
-        promised = num_steps * sum([p * (1 - p**count) / (1 - p) if p < 1 else count for count, p in chains])
+        share = 1.0  # of the nodes that were planned, those that would have taken as long
         if total.num_draft_passes or not has_passes:  # else they are not known, and those that were planned
             num_passes, rows_seconds = total.num_draft_passes / num_steps, total.num_draft_rows / num_steps * prices.row_seconds
             real = prices.step(len(drafting), num_passes, rows_seconds, total.num_nodes / num_steps)
-            promised *= min(max((real - prices.plain_seconds) / more, 1 / MOST_LONGER), MOST_LONGER)
+            share = min(max((real - prices.plain_seconds) / more, 1 / MOST_LONGER), MOST_LONGER)
+        chains = [(decision.num_nodes[i] * share, self._estimates.means[i]) for i in drafting]
+        promised = num_steps * sum([p * (1 - p**count) / (1 - p) if p < 1 else count for count, p in chains])
         self.drafting_yield.note(total.num_accepted, promised, num_steps)
 
     def _age_counts(self, load: Load, decision: Decision, num_steps: int) -> None:
