@@ -39,7 +39,8 @@ def load_mutations(path: Path, root: Path, only: list[str]) -> list[Mutation]:
     Raises:
         ValueError: names that are unknown or not unique, or mutations that do not fit the sources; the message has them all.
     """
-    mutations = [Mutation(**entry) for entry in tomllib.loads(path.read_text(encoding="utf-8"))["mutation"]]
+    tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    mutations = [Mutation(name, file, **entry) for file, entries in tables.items() for name, entry in entries.items()]
     names = Counter(mutation.name for mutation in mutations)
     errors = [f"{name}: there are {names[name]} mutations of this name" for name in only or names if names[name] != 1]
     chosen = [mutation for mutation in mutations if not only or mutation.name in only]
@@ -99,7 +100,7 @@ def run_mutation(mutation: Mutation, copy: Path) -> str:
 def main() -> None:
     """Run the mutations; ends with code 1 if one was not killed, and with a message if they could not be run."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("mutations", type=Path, help="TOML file with [[mutation]] tables")
+    parser.add_argument("mutations", type=Path, help="TOML file with a table [FILE.NAME] for each")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="run these mutations only")
     arguments = parser.parse_args()
     root, outcomes = Path.cwd(), []
