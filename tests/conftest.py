@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 import pytest
-from hypothesis import HealthCheck, is_hypothesis_test, settings
+from hypothesis import HealthCheck, Phase, is_hypothesis_test, settings
 
 SLOW = (
     *("/bench/", "test_packaging", "cpu-", "test_other_processors"),  # kinds of processors below the best
@@ -34,6 +34,9 @@ SOAK = settings(
 )
 """A round of `make soak`, in place of what the tests themselves ask for: other examples each time."""
 settings.register_profile("soak", SOAK)
+settings.register_profile("repeatable", deadline=None, derandomize=True, phases=set(Phase) - {Phase.explain})
+settings.register_profile("unshrunk", settings.get_profile("repeatable"), phases=[Phase.explicit, Phase.generate])
+settings.load_profile("repeatable")  # unless the command line names another
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -81,8 +81,8 @@ def run_mutation(mutation: Mutation, copy: Path) -> str:
     """
     file = copy / mutation.file
     source = file.read_text(encoding="utf-8")
-    every_mark = ["-m", "models or long or not models"]
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *every_mark, *mutation.tests]
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=unshrunk", "-m", "models or long or not models"]
+    command = [sys.executable, "-m", "pytest", *options, *mutation.tests]
     # without bytecode: it would be taken for that of a source of the same size and second
     environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     file.write_text(source.replace(mutation.find, mutation.replace), encoding="utf-8")

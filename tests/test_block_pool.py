@@ -6,7 +6,6 @@ from itertools import chain, pairwise
 from random import Random
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -154,7 +153,6 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(deadline=None, derandomize=True)
 
 
 def test_hits_copies_and_drafted_blocks_of_a_small_pool() -> None:

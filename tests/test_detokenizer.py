@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from text_tools import WORLD_CORPUS, make_byte_tokenizer, make_piece_tokenizer, make_word_tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -36,7 +36,6 @@ def grow(tokenizer: PreTrainedTokenizerFast, prompt: Sequence[int], token_ids: S
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(deadline=None, derandomize=True)
 @given(data=st.binary(max_size=40), prompt=st.binary(max_size=8))
 def test_bytes_that_are_no_text_still_grow_and_end(name: str, data: bytes, prompt: bytes) -> None:
     tokenizer = TOKENIZERS[name]()
@@ -59,7 +58,6 @@ def test_spaces_are_not_cleaned_up() -> None:
     assert detokenizer.text == texts[-1], "all at once"
 
 
-@settings(deadline=None, derandomize=True)
 @given(pieces=st.lists(st.one_of(st.text(max_size=3), st.sampled_from([b"\xff", b"\xc3", b"\xe2\x82"])), max_size=8))
 def test_stray_bytes_do_not_swallow_the_text_around_them(pieces: list[str | bytes]) -> None:
     """Fewer stray bytes in a row than are held back: the text is that of decoding everything at once."""
@@ -70,7 +68,6 @@ def test_stray_bytes_do_not_swallow_the_text_around_them(pieces: list[str | byte
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(deadline=None, derandomize=True)
 @given(text=TEXTS, num_cut=st.integers(0, 3), prompt=st.text(max_size=3))
 @example(text="ភាសាខ្មែរ🤗", num_cut=2, prompt="")
 def test_all_at_once_or_one_by_one_tokens_give_the_same_text(name: str, text: str, num_cut: int, prompt: str) -> None:
@@ -87,7 +84,6 @@ def test_all_at_once_or_one_by_one_tokens_give_the_same_text(name: str, text: st
 
 @pytest.mark.parametrize("is_bytes", [True, False])
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(deadline=None, derandomize=True)
 @given(text=TEXTS, cut=st.integers(0, 80))
 @example(text="👩‍👩‍👧 語é", cut=0)
 @example(text="x😀!", cut=3)  # half of a character is in the prompt, after a whole one

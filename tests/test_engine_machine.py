@@ -18,7 +18,7 @@ import pytest
 from auditor import Auditor
 from back_ends import make_back_end
 from bounds import AgeingWatch, FairnessWatch
-from hypothesis import Phase, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from stepping import AMPLE, DEFAULTS, check_blocks, drain, submit
@@ -379,9 +379,6 @@ class Fair(EngineMachine):
 
 TestFcfs, TestPriority, TestFair = Fcfs.TestCase, Priority.TestCase, Fair.TestCase
 TestFcfs.settings = TestPriority.settings = TestFair.settings = settings(
-    deadline=None,
-    derandomize=True,
-    phases=set(Phase) - {Phase.explain},
     max_examples=8,  # from ten on, most would be slight variations of one before
     stateful_step_count=16,
 )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from slow_logits import by_last_token, slow_transform
 from stepping import host_trees
@@ -95,7 +95,6 @@ def transform(logits: Tensor, requests: Sequence[Request], trees: Sequence[Draft
     return transform_rows(logits, requests, host_trees(trees), np.array(start_loc), upload)
 
 
-@settings(deadline=None, derandomize=True)
 @given(
     rows=st.lists(st.tuples(requests, st.none() | trees()), min_size=1, max_size=5),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),

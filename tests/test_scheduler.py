@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 from back_ends import cpu_backend
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from stepping import host_trees, slots_in_order
@@ -824,4 +823,3 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(deadline=None, derandomize=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from stepping import check_blocks, greedy, make_engine, submit
 from text_tools import make_byte_tokenizer
@@ -38,7 +38,6 @@ def make_request(params: SamplingParams, *, max_tokens: int, tokenizer: Any = No
 TOKENS = st.integers(1, 4)
 
 
-@settings(deadline=None, derandomize=True)
 @given(st.lists(TOKENS, max_size=7), st.lists(TOKENS, max_size=2), st.booleans(), st.integers(0, 3), st.integers(3, 6))
 def test_tokens_are_appended_up_to_the_end(
     token_ids: list[int], stops: list[int], ignore_eos: bool, min_tokens: int, max_tokens: int
@@ -55,7 +54,6 @@ def test_tokens_are_appended_up_to_the_end(
     assert request.is_finished == (expected[1] is not None)
 
 
-@settings(deadline=None, derandomize=True)
 @given(
     text=st.text(alphabet="abé😀\n", max_size=30),
     stops=st.lists(st.text(alphabet="abé😀\n", min_size=1, max_size=4), min_size=1, max_size=3),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from back_ends import make_back_end
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from titan.core.limits import MAX_NODES
@@ -26,7 +26,6 @@ def ancestors(parent_of: list[int], node: int) -> list[int]:
     return [node, *ancestors(parent_of, parent_of[node])] if node >= 0 else []
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
 @given(PARENTS)
 def test_depths_ancestors_ranks_and_inner_nodes_follow_from_the_parents(parent_of: list[int]) -> None:
     tree = DraftTree(np.arange(len(parent_of)), np.array(parent_of, np.int32))

@@ -25,7 +25,7 @@ def slow_lookup(tokens: list[int], budget: int, min_ngram: int, max_ngram: int) 
     return []
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 @given(
     tokens=st.lists(st.integers(0, 2), min_size=1, max_size=30),
     budget=st.integers(0, 6),
