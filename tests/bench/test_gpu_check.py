@@ -125,16 +125,10 @@ def test_what_ends_a_process_or_its_device_costs_one_row_and_the_next_begins_in_
     assert [list(processes).index(each) for each in processes] == [0, 0, 2, 2, 4, 5, 5, 7]
 
 
-def test_a_process_that_does_not_get_as_far_as_its_tasks_ends_its_section(made_up: Any) -> None:
-    section = replace(section_of(), make_tasks=partial(made_up.make_tasks, ["no such task"]))
-    [row] = run_isolated(section, TINY, 1000)
-    assert (row.labels, row.status, row.problem) == ({}, "failed", "its process ended with status 1")
-
-
 MADE_UP_TESTS = """
 import os, warnings, pytest
 
-@pytest.mark.parametrize("back_end", ["torch", *(f"triton-{i}" for i in range(4))])
+@pytest.mark.parametrize("back_end", ["torch", "a draft-triton", *(f"triton-{i}" for i in range(4))])
 def test_it(back_end):
     warnings.warn("is shown")
     if back_end == "triton-1":
@@ -142,46 +136,41 @@ def test_it(back_end):
     if back_end == "triton-3":
         pytest.skip("no")
     assert back_end != "triton-2", "wrong"
+
+def test_output_with_triton(): pass
+def test_the_host(): pass
+@pytest.mark.cuda
+def test_a_device(): pass
 """
 
 
-def test_tests_are_rows_and_one_that_crashes_costs_the_others_nothing(made_up: Any, tmp_path: Path) -> None:
-    (tmp_path / "tests" / "kernels").mkdir(parents=True)
-    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\nfilterwarnings = ['error']\n")
-    (tmp_path / "tests" / "kernels" / "test_conformance_cache.py").write_text(MADE_UP_TESTS)
-    section = replace(section_of(), make_tasks=partial(made_up.make_tests, str(tmp_path)))
-    _, *rows = run_isolated(section, TINY, 1000)
-    name = "tests/kernels/test_conformance_cache.py::test_it[triton-"
-    assert [row.labels["test"] for row in rows] == [f"{name}{each}]" for each in range(4)]
+@pytest.fixture
+def section_of_tests(made_up: Any, tmp_path: Path) -> Section:
+    """Of a checkout that has these tests alone."""
+    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\nfilterwarnings = ['error']\nmarkers = ['cuda']\n")
+    (tmp_path / "tests" / "new").mkdir(parents=True)
+    (tmp_path / "tests" / "new" / "test_new.py").write_text(MADE_UP_TESTS)
+    return replace(section_of(), make_tasks=partial(made_up.make_tests, str(tmp_path)))
+
+
+def test_tests_of_triton_and_of_a_device_are_rows_and_one_that_crashes_costs_the_others_nothing(section_of_tests: Section) -> None:
+    _, *rows = run_isolated(section_of_tests, replace(TINY, is_tiny=False), 1000)
+    names = "a_device", "it[a draft-triton]", *(f"it[triton-{i}]" for i in range(4)), "output_with_triton"
+    assert [row.labels["test"] for row in rows] == [f"tests/new/test_new.py::test_{name}" for name in names]
+    passed = {"passed": 1.0}, None
     assert [(row.figures, row.problem) for row in rows] == [
-        ({"passed": 1.0}, None),
+        *(passed, passed, passed),
         ({}, "its process ended with status 9"),
         ({}, "AssertionError: wrong assert 'triton-2' != 'triton-2'"),
         ({"skipped": 1.0}, None),
+        passed,
     ]
-    (tmp_path / "pyproject.toml").unlink()  # pytest refuses its options
-    [row] = run_isolated(section, TINY, 1000)
-    assert (row.labels, row.status) == ({}, "failed")
 
 
-def test_every_test_of_a_back_end_of_triton_and_every_one_that_needs_a_device_is_found(made_up: Any, tmp_path: Path) -> None:
-    (tmp_path / "tests" / "new").mkdir(parents=True)
-    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\nmarkers = ['cuda']\n")
-    lines = [
-        "import pytest",
-        "@pytest.mark.parametrize('back_end', ['torch', 'a draft-triton', 'triton'])",
-        "def test_it(back_end): pass",
-        "def test_output_with_triton(): pass",
-        "def test_the_host(): pass",
-        "@pytest.mark.cuda",
-        "def test_a_device(): pass",
-    ]
-    (tmp_path / "tests" / "new" / "test_new.py").write_text("\n".join(lines))
-    section = replace(section_of(), make_tasks=partial(made_up.make_tests, str(tmp_path)))
-    _, *rows = run_isolated(section, replace(TINY, is_tiny=False), 1000)
-    names = "a_device", "it[a draft-triton]", "it[triton]", "output_with_triton"
-    assert [row.labels["test"] for row in rows] == [f"tests/new/test_new.py::test_{name}" for name in names]
-    assert all(row.figures == {"passed": 1.0} for row in rows)
+def test_a_process_that_does_not_get_as_far_as_its_tasks_ends_its_section(section_of_tests: Section) -> None:
+    """The tests of a rehearsal are of one file, which is not there."""
+    [row] = run_isolated(section_of_tests, TINY, 1000)
+    assert (row.labels, row.status, row.problem) == ({}, "failed", "its process ended with status 1")
 
 
 def test_time_that_a_section_leaves_is_the_next_one_s(monkeypatch: pytest.MonkeyPatch) -> None:
