@@ -262,6 +262,7 @@ def test_some_are_reviewed_while_others_draft(zoo: Zoo, monkeypatch: pytest.Monk
     requests = submit(engine, PROMPTS, [greedy(90, ignore_eos=True)] * len(PROMPTS))
     while engine.scheduler.has_unfinished:
         engine.step()
-        auditor.check("llama~")
+        if engine.counters.num_steps % 4 == 0:  # what is wrong stays
+            auditor.check("llama~")
     assert [each.output_token_ids for each in requests] == [zoo.greedy("llama", each, 90, ignore_eos=True) for each in PROMPTS]
     assert {(True, True), (True, False)} <= {*seen}
