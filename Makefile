@@ -16,7 +16,7 @@ INSTALLED := .venv/installed
 .PHONY: demo test test-fast test-models test-all families soak check format bench clean
 
 demo: $(INSTALLED)
-	$(BIN)/titan generate "def read_lines(path" --compare --dtype float32 --max-draft-tokens 4
+	$(BIN)/titan generate "def read_lines(path" --compare --dtype float32 --speculation fixed --max-draft-tokens 4
 
 # Two workers; threads that wait sleep, so that they leave the cores to the other worker.
 PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
