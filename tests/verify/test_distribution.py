@@ -259,8 +259,8 @@ class Peeking:
 
 
 def spiteful(controller: Controller, load: Load, has_room: bool) -> Decision:
-    """No drafts where the last were accepted, and the more the more of them were not; room for drafts is kept as for an optimum."""
-    rejected = [1 - each.counts.last_accepted for each in load.candidates]
+    """No drafts where most were accepted, and the more the more of them were not; room for drafts is kept as for an optimum."""
+    rejected = [1 - (each.counts.num_accepted + 1) / (each.counts.num_expected + 2) for each in load.candidates]
     num_nodes = [
         min(each.max_nodes, int(6 * share)) if share > 0.45 else 0 for each, share in zip(load.candidates, rejected, strict=True)
     ]

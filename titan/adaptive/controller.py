@@ -249,17 +249,8 @@ class Controller:
         self._hoped = self.optimum.num_nodes
         if not all(self._hoped):
             self._hoped = best(estimates.bounds, prices, self.drafting_yield.factor).num_nodes
-        may_new_draft = self.optimum.drafts or self._may_new_draft(load, prices)
         num_drafts = max(each.num_drafts for each in (self.fleet, *self._compared))  # some teach nothing about others
-        self._standing.renew(load, self.optimum.num_nodes, may_new_draft, num_drafts, plain_seconds)
-
-    def _may_new_draft(self, load: Load, prices: Prices) -> bool:
-        """Whether drafting may pay for a new request, although it does not for those."""
-        bounds, new_bound, n = self._estimates.bounds, self._estimates.new_bound, len(load.candidates)
-        able = [bound for bound, each in zip(bounds, load.candidates, strict=True) if each.max_nodes]
-        if new_bound <= max(able, default=0.0):
-            return False
-        return len(able) < n or best([new_bound] * n, prices, self.drafting_yield.factor).drafts
+        self._standing.renew(load, self.optimum.num_nodes, num_drafts, plain_seconds)
 
     def _worth(self, i: int, prices: Prices) -> Worth:
         estimates, price = self._estimates, self.optimum.on_rate / prices.load.candidates[i].weight

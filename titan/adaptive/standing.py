@@ -43,7 +43,6 @@ class Standing:
     _lack: float = 0.0  # tokens that these brought less than half of what is usual, since they last brought more
     _size: tuple[int, int] = (0, 0)  # requests and rows of that load
     _num_new: int = 0  # requests since
-    _may_new_draft: bool = True  # whether it may pay for new requests, although not for those
     _comparing: SecondsByCount = field(default_factory=SecondsByCount)  # by the number of requests
 
     def begin(self, num_requests: int, num_rows: int, num_new: int) -> bool:
@@ -53,7 +52,7 @@ class Standing:
         if self._num_nodes:
             is_alike = num_requests == n and num_rows.bit_length() == rows.bit_length() and not self._num_new
         else:  # more requests and rows only make drafts dearer
-            are_new_few = not self._may_new_draft or self._num_new <= (1 - STEADY) * n
+            are_new_few = self._num_new <= (1 - STEADY) * n
             is_alike = num_new > 0 or (are_new_few and num_requests >= STEADY * n and num_rows >= STEADY * rows)
         return is_alike and self.num_left > 0
 
@@ -64,13 +63,12 @@ class Standing:
         if self._lack > LACK * (1 + self._usual):
             self.num_left, self._dwell = 0, DWELL // 2
 
-    def renew(self, load: Load, planned: Sequence[int], may_new_draft: bool, num_drafts: float, plain_seconds: float) -> None:
+    def renew(self, load: Load, planned: Sequence[int], num_drafts: float, plain_seconds: float) -> None:
         """Begin anew.
 
         Args:
             load: that settings were compared for.
             planned: nodes that each of its requests drafts.
-            may_new_draft: whether it may pay for a new one, although not for those.
             num_drafts: that the outcome goes by.
             plain_seconds: of a step without drafts.
         """
@@ -80,7 +78,6 @@ class Standing:
         self._usual = self._num_brought / self._num_drafting if is_alike and self._num_drafting else 0.0
         self._num_brought, self._num_drafting, self._lack = 0, 0, 0.0
         self._num_nodes, self._size, self._num_new = num_nodes, size, 0
-        self._may_new_draft = may_new_draft
         worth_it = int(self._comparing.predict(size[0]) / (COMPARE_SHARE * plain_seconds))
         least, most = (DWELL, self._dwell if num_drafts >= DWELL else int(num_drafts)) if num_nodes else OFF_DWELL
         self.num_left = min(most, max(least, worth_it))

@@ -24,12 +24,6 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 0.02, 2.0
 CONFIDENCE_MEMORY = 0.93
 """Weight of the past in the mean of the draft's confidence, which tells at once if a text becomes easier or harder."""
 
-LAST_NODES = 5.0
-"""Number of nodes over which the shares of the last few are averaged."""
-
-CONTRADICTION = 0.45
-"""Difference of acceptance between the last few nodes and all others that is no chance: 2.7 standard deviations or more."""
-
 
 @dataclass(slots=True)
 class Average:
@@ -49,8 +43,7 @@ class Average:
 class AcceptanceCounts:
     """How often first children were accepted where verification reached their parents, compared with the draft's probabilities.
 
-    Older nodes count less. If the last few nodes contradict the others, only they are kept: acceptance has changed. A draft that
-    gives no probabilities counts as sure of all that it proposes.
+    Older nodes count less. A draft that gives no probabilities counts as sure of all that it proposes.
     """
 
     num_accepted: float = 0.0
@@ -58,8 +51,6 @@ class AcceptanceCounts:
     confidence: float = 1.0  # mean probability of the first child of a root, verified or not
     num_drafts: float = 0.0  # that the mean is of
     num_ever: int = 0  # drafts, which do not count less with time
-    last_accepted: float = 0.5  # share of the last few nodes
-    last_expected: float = 0.5
 
     @property
     def agreement(self) -> float:
@@ -76,11 +67,6 @@ class AcceptanceCounts:
         """Add a verified node: the draft's probability of its first child, and whether that was accepted."""
         self.num_accepted = LONGEST_MEMORY * self.num_accepted + is_accepted
         self.num_expected = LONGEST_MEMORY * self.num_expected + probability
-        self.last_accepted += (is_accepted - self.last_accepted) / LAST_NODES
-        self.last_expected += (probability - self.last_expected) / LAST_NODES
-        surprise = self.last_accepted - self.agreement * self.last_expected
-        if self.num_expected > 2 * LAST_NODES and abs(surprise) > CONTRADICTION:
-            self.num_accepted, self.num_expected = LAST_NODES * self.last_accepted, LAST_NODES * self.last_expected
 
     def fade(self, share: float, least: float = 0.0) -> None:
         """Let what was seen count less, because time went by without anything new.
