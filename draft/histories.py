@@ -36,10 +36,8 @@ def note_verification(
     if growth is None and not trees.num_nodes:
         return
     starts = trees.start_loc.tolist()
-    all_parents, all_depths, all_scores = (
-        column.tolist() for column in (trees.nodes.parents, trees.nodes.depths, trees.nodes.scores)
-    )
-    has_scores = trees.has_scores.tolist()
+    all_parents, all_scores = trees.nodes.parents.tolist(), trees.nodes.scores.tolist()
+    is_sampled, has_scores = trees.is_sampled.tolist(), trees.has_scores.tolist()
     first_scores = [nan] * len(plan.requests) if growth is None else growth.first_scores.tolist()
     for i, (request, path) in enumerate(zip(plan.requests, acceptance.paths, strict=True)):
         first, end, history = starts[i], starts[i + 1], request.draft_history
@@ -54,9 +52,7 @@ def note_verification(
         if first == end:
             continue
         parents = all_parents[first:end]
-        history.note_draft(max(all_depths[first:end]))
-        if i in acceptance.matches:
-            history.note_match(*acceptance.matches[i])
+        if is_sampled[i]:
             _note_children(history, parents, path)
         scores = all_scores[first:end] if has_scores[i] else None
         if counts or scores is not None:

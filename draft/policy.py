@@ -29,12 +29,6 @@ GREEDY_TEMPERATURE = 0.1
 """Initial temperature at which the draft's probabilities are compared for greedy requests: so low that trees start as chains. It
 soon moves to where probabilities match acceptance, 0.35 to 0.7 on the demo pair and less if the draft is right but never sure."""
 
-COMPARE_EVERY = 8
-"""With ``draft_sampling="auto"``, one draft in this many is sampled even if greedy ones do better, to check that they still do."""
-
-MIN_GREEDY_GAIN = 0.05
-"""Margin by which greedy proposals must have matched better to be preferred: the averages are noisy."""
-
 
 class DraftPolicy:
     """Chooses how the trees of a step grow.
@@ -64,19 +58,13 @@ class DraftPolicy:
         return self._stops_early and self.fixed_shape is None and not self.is_sampled(request)
 
     def is_sampled(self, request: Request) -> bool:
-        """Whether to sample the proposal; with "auto", whether sampled ones have matched better at this request's roots.
+        """Whether to sample the proposal, which stays the same for all of a request.
 
-        A request with a seed of its own is drafted greedily with "auto": its tokens depend on nothing but itself.
+        With "auto", one with a seed of its own is drafted greedily: its tokens depend on nothing but itself.
         """
         if request.params.is_greedy or self.draft_sampling == "greedy":
             return False
-        if self.draft_sampling == "sampled":
-            return True
-        if request.params.seed is not None:
-            return False
-        history = request.draft_history
-        is_greedy_better = history.greedy_match.value > history.sampled_match.value + MIN_GREEDY_GAIN
-        return not is_greedy_better or history.num_drafts % COMPARE_EVERY == 0
+        return self.draft_sampling == "sampled" or request.params.seed is None
 
     def spec(
         self, request: Request, budget: int, num_slots: int, worth: Worth | None = None, *, prefers_chain: bool = False
@@ -101,9 +89,8 @@ class DraftPolicy:
             return chain_spec(budget)
         if not self._is_narrow(budget) and (wide := self._beam(budget, score_temperature(request), worth)).num_slots <= num_slots:
             return wide
-        depth = min(budget, _worthwhile_depth(request)) if worth is None else budget
         num_children = 1 if self.draft_tree == "chain" else CHAIN_CHILDREN
-        return BeamSpec(budget, depth, 1, num_children, score_temperature(request), worth)
+        return BeamSpec(budget, budget, 1, num_children, score_temperature(request), worth)
 
     def largest_specs(self) -> list[GrowthSpec]:
         """Return trees that `spec` may return for a greedy request: the largest along one chain of each kind, and a wide beam."""
@@ -141,12 +128,6 @@ class DraftPolicy:
             return chain_parents(budget)
         acceptance = tuple(round(max(rank.value, 0.01), 2) for rank in request.draft_history.rank_acceptance)
         return expected_shape(acceptance, budget, is_caterpillar=self._is_narrow(budget))
-
-
-def _worthwhile_depth(request: Request) -> int:
-    """Return how deep to draft: a little deeper than the nodes kept in recent trees."""
-    depth = request.draft_history.tree_depth
-    return MAX_NODES if depth is None else int(depth.value + 3)
 
 
 def score_temperature(request: Request) -> float:

@@ -305,8 +305,6 @@ class Verified(NamedTuple):
 
     paths: Tensor  # int32 [S, any], accepted nodes from the root down, -1 after them
     final_tokens: Tensor  # int64 [S], recovered or bonus; -1 where it cannot be sampled
-    # float32 [S, 2], at the roots of sampled trees: p of q's most likely token, and sum(min(p, q)); else NaN. None: all NaN
-    matches: Tensor | None = None
 
 
 class TreeOps(Protocol):

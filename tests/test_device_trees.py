@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,7 +43,7 @@ class Trace(NamedTuple):
     """A run, step by step."""
 
     steps: list[Any]  # trees, paths, tokens and errors
-    rounded: list[float]  # scores, and how well proposals have matched
+    scores: list[float]
     histories: list[Any]  # what was learnt of each request
 
 
@@ -61,7 +60,7 @@ def run(zoo: Zoo, backend: Backend, shape: str, options: str, draft_sampling: st
         token_ids, parents, _, _, scores, draft_slots = (column.tolist() for column in acceptance.trees.nodes)
         trees = acceptance.trees.start_loc.tolist(), token_ids, parents, draft_slots
         trace.steps.append((trees, acceptance.paths, acceptance.token_ids, acceptance.errors))
-        trace.rounded.extend([*scores, *chain(*acceptance.matches.values())])
+        trace.scores.extend(scores)
 
     engine.observers.append(observe)
     params = [SamplingParams(max_tokens=4, seed=i, **({"ignore_eos": True} | each)) for i, each in enumerate(OPTIONS[options])]
@@ -70,14 +69,14 @@ def run(zoo: Zoo, backend: Backend, shape: str, options: str, draft_sampling: st
         engine.step()
         check_blocks(engine)
     histories = [request.draft_history for request in requests]
-    trace.histories.extend((each.num_drafts, each.tree_depth, each.num_confidences, each.rank_acceptance) for each in histories)
+    trace.histories.extend((each.num_confidences, each.rank_acceptance) for each in histories)
     assert sum(engine.counters.accepted_per_depth) >= 3
     return trace
 
 
 def assert_same(actual: Trace, expected: Trace) -> None:
-    assert actual._replace(rounded=[]) == expected._replace(rounded=[])
-    np.testing.assert_allclose(actual.rounded, expected.rounded, atol=1e-4)
+    assert actual._replace(scores=[]) == expected._replace(scores=[])
+    np.testing.assert_allclose(actual.scores, expected.scores, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_tokens_are_sampled_from_the_exact_distribution(back_end: str, by: str) 
     rows = SamplingRows.of([(params, 11, i) if by == "position" else (params, i, 11) for i in range(num_rows)])
     trees = DraftTrees.empty(num_rows, backend.device)
     verified = backend.trees.verify(logits.expand(num_rows, -1), trees, np.arange(num_rows), rows)
-    assert (verified.paths == -1).all() and verified.matches is None
+    assert (verified.paths == -1).all()
     observed = np.bincount(verified.final_tokens, minlength=12)
     assert p_value(observed, slow_probs(logits.double(), params).numpy()) > 1e-3
     wrong = slow_probs(logits.double(), SamplingParams(temperature=1.0, **options)).numpy()

@@ -7,8 +7,6 @@ prefixes (penalties, logit bias, processors, ``min_tokens``), or has logits that
 
 from __future__ import annotations
 
-from math import isnan
-
 import numpy as np
 from torch import Tensor
 
@@ -47,9 +45,8 @@ def accept(backend: Backend, plan: StepPlan, trees: DraftTrees, start_loc: Ints,
 
     if host_trees is None and not trees.num_nodes:
         host_trees = DraftTrees.empty(num_requests)
-    found = [each for each in verified if each is not None]
-    fetched = backend.download([*found, *(trees.nodes if host_trees is None else ())])
-    host_trees = host_trees or trees.on_host(fetched[len(found) :])
+    fetched = backend.download([*verified, *(trees.nodes if host_trees is None else ())])
+    host_trees = host_trees or trees.on_host(fetched[2:])
     acceptance = Acceptance(host_trees, paths, token_ids, [None] * num_requests)
     drafted, first_nodes = host_trees.nodes.token_ids.tolist(), host_trees.start_loc.tolist()
     lengths = (fetched[0] >= 0).sum(1).tolist()
@@ -61,9 +58,5 @@ def accept(backend: Backend, plan: StepPlan, trees: DraftTrees, start_loc: Ints,
         else:
             last_row = int(start_loc[i]) + (1 + path[-1] if path else 0)
             acceptance.errors[i] = errors.get(last_row) or explain_row(requests[i], logits[last_row], used[last_row])
-    if verified.matches is not None:
-        for i, (greedy, sampled) in zip(reached, fetched[2].tolist(), strict=True):
-            if not isnan(greedy):
-                acceptance.matches[i] = greedy, sampled
     acceptance.logprobs.update(emitted_logprobs(requests, start_loc, paths, token_ids, logits, backend.upload))
     return acceptance

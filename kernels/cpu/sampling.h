@@ -174,14 +174,6 @@ double residual_row(const float* probs, const float* draft_probs, float scale, f
   return sum_terms(size, [=](int64_t i) { return rest[i] = std::max(probs[i] - scale * draft_probs[i], 0.0f); });
 }
 
-// Compute the probabilities that the draft's most likely token and one sampled from it are accepted; they stay if q is not finite.
-void match_rows(const float* probs, const float* draft_probs, float* matches, int64_t size) {
-  const int64_t best = argmax_row(draft_probs, size);
-  if (best < 0) return;
-  matches[0] = probs[best];
-  matches[1] = static_cast<float>(sum_terms(size, [=](int64_t i) { return std::min(probs[i], draft_probs[i]); }));
-}
-
 // Trees of a plan, see `DraftTrees` of `titan/core/trees.py`, of which some are verified. Each of these has rows of values: that
 // of its root, then those of its nodes.
 struct VerifiedTrees {
@@ -199,7 +191,6 @@ struct VerifiedTrees {
   // outputs
   int32_t* paths;        // [trees, max_depth], accepted nodes from the root down, -1 after them
   int64_t* final_tokens; // [trees], -1 where none can be sampled
-  float* matches;        // [trees, 2]; null without draft_probs
 };
 
 // Verify a tree, given the values at its root and nodes: descend, as long as there is one, to the first child that is accepted. A tree
@@ -252,9 +243,7 @@ void verify_tree(const VerifiedTrees& trees, int64_t i, const T* values, int64_t
 
   int32_t* path = trees.paths + i * trees.max_depth;
   std::fill_n(path, trees.max_depth, -1);
-  if (trees.matches) std::fill_n(trees.matches + 2 * i, 2, std::numeric_limits<float>::quiet_NaN());
   enter(-1);
-  if (is_sampled && num_nodes) match_rows(probs, q_after(-1), trees.matches + 2 * i, size); // the places may all be empty
   for (int64_t node = 0; node < num_nodes; ++node) {
     if (parents[node] != reached || !accepts(token_ids[node])) continue;
     path[depth++] = static_cast<int32_t>(node);

@@ -33,7 +33,7 @@ class TreesStruct(ctypes.Structure):
     _fields_ = [
         *((name, INT) for name in ("num_trees", "max_depth", "holds_probs")),
         *((name, POINTER) for name in ("rows", "start_loc", "is_sampled", "options", "token_ids", "parents")),
-        *((name, POINTER) for name in ("draft_probs", "draft_rows", "paths", "final_tokens", "matches")),
+        *((name, POINTER) for name in ("draft_probs", "draft_rows", "paths", "final_tokens")),
     ]
 
 
@@ -79,14 +79,13 @@ class CompiledTrees:
         num_trees, max_depth = len(rows), max(int(trees.counts.max()), 1)
         paths, final_tokens = torch.empty((num_trees, max_depth), dtype=torch.int32), torch.empty(num_trees, dtype=torch.int64)
         nodes, probs, draft_rows = trees.nodes, trees.draft_probs, trees.draft_rows
-        matches = None if probs is None else torch.empty((num_trees, 2), dtype=torch.float32)
         struct = TreesStruct(
             *(num_trees, max_depth, holds_probs),
             *(address(rows), address(trees.start_loc), address(trees.is_sampled, BOOL), address(sampling.options, OPTIONS)),
             *(nodes.token_ids.data_ptr(), nodes.parents.data_ptr()),
             None if probs is None else probs.data_ptr(),
             None if draft_rows is None else draft_rows.data_ptr(),
-            *(paths.data_ptr(), final_tokens.data_ptr(), None if matches is None else matches.data_ptr()),
+            *(paths.data_ptr(), final_tokens.data_ptr()),
         )
         self._verify[values.dtype](values.data_ptr(), values.shape[1], ctypes.addressof(struct))
-        return Verified(paths, final_tokens, matches)
+        return Verified(paths, final_tokens)

@@ -78,12 +78,8 @@ class TorchTrees:
         paths = np.full((len(found), max((len(each.path) for each in found), default=0)), -1, np.int32)
         for path, each in zip(paths, found, strict=True):
             path[: len(each.path)] = each.path
-        final_tokens, matches = [each.final_token for each in found], [each.match for each in found]
-        return Verified(
-            torch.from_numpy(paths).to(logits.device),
-            torch.tensor(final_tokens, dtype=torch.int64, device=logits.device),
-            torch.tensor(matches, dtype=torch.float32, device=logits.device) if trees.is_sampled[rows].any() else None,
-        )
+        final_tokens = torch.tensor([each.final_token for each in found], dtype=torch.int64, device=logits.device)
+        return Verified(torch.from_numpy(paths).to(logits.device), final_tokens)
 
 
 def _empty_places(start_loc: Ints) -> NodeColumns[NDArray[Any]]:
@@ -119,7 +115,6 @@ class _Found(NamedTuple):
 
     path: list[int]
     final_token: int
-    match: tuple[float, float] = (np.nan, np.nan)
 
 
 class _Tree(NamedTuple):
@@ -162,7 +157,7 @@ class _Tree(NamedTuple):
             node = path[-1] if path else -1
             p, children = self.probs[1 + node], self.children(node)
             if not children:  # as without speculation
-                return _Found(path, self.sample(p, len(path), Purpose.SAMPLE), self._match_at_root())
+                return _Found(path, self.sample(p, len(path), Purpose.SAMPLE))
             q = self.draft_probs[self.draft_rows[1 + node]]
             accepted, scale = self._try(children, p, q, len(path))
             if accepted is not None:
@@ -170,7 +165,7 @@ class _Tree(NamedTuple):
                 continue
             rest = (p - scale * q).clamp(min=0)
             rest = rest if rest.any() else p  # if rounding leaves nothing of it
-            return _Found(path, self.sample(rest, len(path), Purpose.RESIDUAL), self._match_at_root())
+            return _Found(path, self.sample(rest, len(path), Purpose.RESIDUAL))
 
     def _try(self, children: list[int], p: Tensor, q: Tensor, depth: int) -> tuple[int | None, float]:
         """Return the accepted child, if any, and the scale s of the residual after all rejected ones."""
@@ -185,12 +180,3 @@ class _Tree(NamedTuple):
             scale += mass / left if left > 0 else 0.0  # nothing of q is left to subtract
             tried += q_child
         return None, scale
-
-    def _match_at_root(self) -> tuple[float, float]:
-        """Return the probabilities that a greedy and that a sampled draft token is accepted at the root."""
-        if not self.token_ids or self.draft_probs is None:
-            return np.nan, np.nan
-        p, q = self.probs[0], self.draft_probs[self.draft_rows[0]]
-        if not torch.isfinite(q.max()):  # nothing was sampled from it: all places are empty
-            return np.nan, np.nan
-        return float(p[q.argmax()]), float(torch.minimum(p, q).sum())

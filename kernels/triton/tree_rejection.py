@@ -12,7 +12,6 @@ tree. It needs only the two scalars s and m of its current node, no residual vec
 child other than the first; an accepted child costs two numbers. p is never written out: it is recomputed from logits, see
 `RowDistributions`.
 
-At the root, sum(min(p, q)) = 1 - sum(max(p - q, 0)).
 Rules, random numbers and edge cases are those of `titan.kernels.torch.trees`.
 """
 
@@ -49,8 +48,6 @@ def _load_residual(
 @triton.jit
 def _first_residuals_kernel(
     residual_masses_ptr,  # [L, NUM_CHUNKS]
-    draft_peaks_ptr,  # [S, NUM_CHUNKS], the largest q at the root
-    peak_probs_ptr,  # [S, NUM_CHUNKS], p of its token
     token_ids_ptr,  # [N]
     parents_ptr,  # [N]
     start_loc_ptr,  # [S + 1]
@@ -88,13 +85,6 @@ def _first_residuals_kernel(
     inverse_total = (1.0 / tl.sum(masses, axis=0)).to(tl.float32)
     rest = _load_residual(row_ptr, q_ptr, ids, 1.0, peak, scale, threshold, last_tie, inverse_total, VOCAB_SIZE)
     tl.store(residual_masses_ptr + row * NUM_CHUNKS + chunk, tl.sum(rest.to(tl.float64), axis=0))
-    if node < 0:
-        q = tl.load(q_ptr + ids, mask=ids < VOCAB_SIZE, other=0.0)
-        draft_peak = tl.max(q, axis=0)
-        place = tl.min(tl.where(q == draft_peak, ids, VOCAB_SIZE - 1), axis=0)
-        prob = _load_probs(row_ptr, place, peak, scale, threshold, last_tie, inverse_total, VOCAB_SIZE)
-        tl.store(draft_peaks_ptr + request * NUM_CHUNKS + chunk, draft_peak)
-        tl.store(peak_probs_ptr + request * NUM_CHUNKS + chunk, prob)
 
 
 @triton.jit(do_not_specialize=["max_nodes"])
@@ -105,10 +95,7 @@ def _reject_kernel(
     paths_ptr,  # [S, max_nodes]
     final_tokens_ptr,  # [S]
     max_nodes,
-    matches_ptr,  # [S, 2]
     residual_masses_ptr,  # [L, NUM_CHUNKS]
-    draft_peaks_ptr,  # [S, NUM_CHUNKS]
-    peak_probs_ptr,  # [S, NUM_CHUNKS]
     sampled_ptr,  # [trees that were sampled]
     draft_probs_ptr,  # [I, VOCAB_SIZE]
     stride_draft_probs,
@@ -145,13 +132,6 @@ def _reject_kernel(
     rank = tl.zeros((), tl.int32)
     s, m, tried = tl.zeros((), tl.float64), tl.full((), 1.0, tl.float64), tl.zeros((), tl.float64)
     residual_scale = tl.zeros((), tl.float32)  # s, or 0 if rounding leaves nothing of the residual
-
-    if (child < NODES) & is_finite(peak):
-        draft_peaks = tl.load(draft_peaks_ptr + request * NUM_CHUNKS + chunks, mask=chunks < NUM_CHUNKS, other=-1.0)
-        residual = tl.load(residual_masses_ptr + row * NUM_CHUNKS + chunks, mask=chunks < NUM_CHUNKS, other=0.0)
-        match = tl.load(peak_probs_ptr + request * NUM_CHUNKS + tl.argmax(draft_peaks, axis=0))
-        tl.store(matches_ptr + 2 * request, match)
-        tl.store(matches_ptr + 2 * request + 1, tl.maximum(1.0 - tl.sum(residual, axis=0), 0.0))
 
     while (child < NODES) & is_finite(peak):
         row_ptr = logits_ptr + row * stride_logits
@@ -222,7 +202,7 @@ def reject_trees(
     draft_rows: Tensor,
     seeds: Tensor,
     positions: Tensor,
-) -> Tensor:
+) -> None:
     """Verify the trees whose children were sampled from ``draft_probs``; nothing is read back to the host.
 
     Args:
@@ -234,9 +214,6 @@ def reject_trees(
         draft_rows: int32 [L], rows of q that the children of each row's node were sampled from, not read if it has none.
         seeds: int64 [L], the bits of the uint64 seeds.
         positions: int64 [L], of the token that follows the row, below 2**32.
-
-    Returns:
-        `titan.kernels.interfaces.Verified.matches`, float32 [S, 2].
 
     Raises:
         ValueError: a tensor of the wrong shape, dtype, strides or device.
@@ -252,20 +229,16 @@ def reject_trees(
     require("draft_rows", draft_rows, shape=(num_rows,), dtypes=(torch.int32,), device=device)
     for name, values in {"seeds": seeds, "positions": positions}.items():
         require(name, values, shape=(num_rows,), dtypes=(torch.int64,), device=device)
-    num_trees, num_chunks = len(trees.final_tokens), distributions.sizes["NUM_CHUNKS"]
-    matches = torch.full((num_trees, 2), torch.nan, device=device)
-    residual_masses = torch.empty(num_rows, num_chunks, dtype=torch.float64, device=device)
-    draft_peaks, peak_probs = (torch.empty(num_trees, num_chunks, device=device) for _ in range(2))
     if len(sampled) == 0:
-        return matches
-    residuals = (residual_masses, draft_peaks, peak_probs)
+        return
+    num_chunks = distributions.sizes["NUM_CHUNKS"]
+    residual_masses = torch.empty(num_rows, num_chunks, dtype=torch.float64, device=device)
     drafts = (sampled, draft_probs, draft_probs.stride(0), draft_rows)
     sizes = {**distributions.sizes, "NODES": NODES, "num_warps": 8}
     max_nodes = trees.paths.shape[1]
     _first_residuals_kernel[(len(sampled), 1 + max_nodes, num_chunks)](
-        *residuals, trees.token_ids, trees.parents, trees.start_loc, *drafts, *distributions.kernel_arguments, **sizes
+        residual_masses, trees.token_ids, trees.parents, trees.start_loc, *drafts, *distributions.kernel_arguments, **sizes
     )
     _reject_kernel[(len(sampled),)](
-        *trees, max_nodes, matches, *residuals, *drafts, seeds, positions, *distributions.kernel_arguments, **sizes
+        *trees, max_nodes, residual_masses, *drafts, seeds, positions, *distributions.kernel_arguments, **sizes
     )
-    return matches

@@ -73,5 +73,5 @@ class TritonTrees:
             return Verified(found.paths, found.final_tokens)
         assert trees.draft_probs is not None and trees.draft_rows is not None, "some trees were sampled"
         draft_rows = trees.draft_rows.index_select(0, entries)
-        matches = reject_trees(found, index, distributions, trees.draft_probs, draft_rows, seeds, positions)
-        return Verified(found.paths, found.final_tokens, matches)
+        reject_trees(found, index, distributions, trees.draft_probs, draft_rows, seeds, positions)
+        return Verified(found.paths, found.final_tokens)

@@ -12,11 +12,12 @@ from titan.core.growth import BeamSpec, GrowthSpec, ShapeSpec
 from titan.core.outputs import RequestMetrics
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
-from titan.draft.policy import CHAIN_CHILDREN, COMPARE_EVERY, MAX_CHAIN_NODES, DraftPolicy
+from titan.draft.policy import CHAIN_CHILDREN, MAX_CHAIN_NODES, DraftPolicy
 
 
-def make_request(temperature: float = 0.0) -> Request:
-    return Request("r", None, [1, 2], SamplingParams(temperature=temperature), 7, 100, frozenset(), RequestMetrics(0.0), None)
+def make_request(temperature: float = 0.0, seed: int | None = None) -> Request:
+    params = SamplingParams(temperature=temperature, seed=seed)
+    return Request("r", None, [1, 2], params, 7, 100, frozenset(), RequestMetrics(0.0), None)
 
 
 def kind_of(spec: GrowthSpec) -> str:
@@ -35,7 +36,7 @@ def test_a_tree_fits_its_budget_and_the_slots_that_it_asks_for(
     for max_draft_tokens in (7, 16, 63):
         policy = DraftPolicy(draft_tree, draft_sampling, max_draft_tokens)
         largest = {kind_of(spec): spec.num_slots for spec in policy.largest_specs()}
-        for history in (DraftHistory(), DraftHistory(tree_depth=Average(2.0)), DraftHistory(greedy_match=Average(0.9))):
+        for history in (DraftHistory(), DraftHistory(rank_acceptance=[Average(0.2)] * 4), DraftHistory(temperature=2.0)):
             request = make_request(temperature)
             request.draft_history = history
             assert policy.lookahead(request, 0) == 0
@@ -104,21 +105,11 @@ def test_the_calibrated_temperature_is_that_of_the_beam() -> None:
     assert (first.temperature, second.temperature) == (0.8, 0.3)
 
 
-@pytest.mark.parametrize(
-    ("greedy_match", "sampled_match", "num_drafts", "is_sampled"),
-    [(0.5, 0.6, 1, True), (0.6, 0.59, 1, True), (0.9, 0.4, 1, False), (0.9, 0.4, COMPARE_EVERY, True)],
-)
-def test_auto_samples_unless_the_most_likely_tokens_have_matched_clearly_better(
-    greedy_match: float, sampled_match: float, num_drafts: int, is_sampled: bool
-) -> None:
-    hot, cold = make_request(1.0), make_request(0.0)
-    hot.draft_history = DraftHistory(
-        greedy_match=Average(greedy_match), sampled_match=Average(sampled_match), tree_depth=Average(4.0, num_seen=num_drafts)
-    )
-    cold.draft_history = hot.draft_history
-    policy = DraftPolicy("chain", "auto", 16)
-    assert kind_of(policy.spec(hot, 6, 6)) == ("sampled" if is_sampled else "chain")
-    assert kind_of(policy.spec(cold, 6, 6)) == "chain"
+@pytest.mark.parametrize(("temperature", "seed", "is_sampled"), [(1.0, None, True), (1.0, 7, False), (0.0, None, False)])
+def test_auto_samples_unless_the_request_has_a_seed_of_its_own(temperature: float, seed: int | None, is_sampled: bool) -> None:
+    policy, request = DraftPolicy("chain", "auto", 16), make_request(temperature, seed)
+    assert kind_of(policy.spec(request, 6, 6)) == ("sampled" if is_sampled else "chain")
+    assert kind_of(DraftPolicy("chain", "sampled", 16).spec(request, 6, 6)) == ("sampled" if temperature else "chain")
 
 
 @pytest.mark.parametrize(("draft_tree", "is_caterpillar"), [("auto", True), ("dynamic", False)])

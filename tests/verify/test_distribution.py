@@ -6,6 +6,7 @@ option that changes logits or cuts the distribution. The draft knows nothing of 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -31,12 +32,10 @@ from zoo import Zoo
 from titan.adaptive.controller import Controller, Decision
 from titan.adaptive.load import Load
 from titan.core.growth import Worth
-from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import StepPlan
 from titan.core.trees import EMPTY_TREE, DraftTree, DraftTrees
 from titan.draft.base import NoDrafter
-from titan.draft.policy import DraftPolicy
 from titan.draft.vocabulary import VocabularyMap
 from titan.engine import Engine
 from titan.kernels.interfaces import Backend, Verified
@@ -103,19 +102,24 @@ def sample(
     num_sequences: int = NUM_SEQUENCES,
     *,
     draft: str = "eight~",
-    has_seed: bool = True,
+    seed_every: int = 1,
     backend: Backend | None = None,
     watch: Callable[[Engine], None] = lambda _: None,
     target: str | None = None,
     **options: Any,
 ) -> Sampled:
-    """As many sequences, of seeds 0, 1, ...; ``target`` is a folder with the weights of "eight", ``draft`` then a folder, too."""
+    """As many sequences, of seeds 0, 1, ...
+
+    Args:
+        seed_every: the first of so many sequences has a seed of its own, the others none; 0: none has.
+        target: a folder with the weights of "eight"; ``draft`` is then a folder, too.
+    """
     choice = {"draft_sampling": "sampled"} | PROPOSALS[proposal] if isinstance(proposal, str) else {}
     pool: dict[str, Any] = {"max_batch_size": 128, "block_size": 8, "num_kv_blocks": 300, "max_waiting_requests": 5000}
     drafter = (draft if target else zoo.path(draft)) if isinstance(proposal, str) else proposal
     engine = make_engine(target or zoo.path("eight"), drafter, backend=backend, seed=5, **pool | choice | options)
     watch(engine)
-    seeds = [seed if has_seed else None for seed in range(num_sequences)]
+    seeds = [seed if seed_every and seed % seed_every == 0 else None for seed in range(num_sequences)]
     params = [SamplingParams(max_tokens=LENGTH + MORE, seed=seed, ignore_eos=True, **SAMPLINGS[sampling]) for seed in seeds]
     outputs = run_all(engine, [PROMPT] * num_sequences, params, before_step=lambda _: end_what_is_long_enough(engine))
     metrics = engine.metrics()
@@ -177,31 +181,8 @@ def test_speculation_keeps_the_targets_distribution(zoo: Zoo, sampling: str, pro
 def test_drafts_of_a_poor_model_keep_the_distribution_too(zoo: Zoo, proposal: str, back_end: str) -> None:
     """Of requests without seeds."""
     backend, num_sequences = make_back_end(back_end), NUM_SEQUENCES // 2 if back_end == "torch" else NUM_SEQUENCES
-    sampled = sample(zoo, "cuts", proposal, num_sequences, draft="eight_other", has_seed=False, backend=backend)
+    sampled = sample(zoo, "cuts", proposal, num_sequences, draft="eight_other", seed_every=0, backend=backend)
     assert sampled.accepted_per_depth[0] < 0.65 * sampled.proposed_per_depth[0], "residuals are sampled from"
-    assert p_value(zoo, sampled, "cuts") > 1e-3
-
-
-def alternate(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Every second draft of a request is sampled; returns whether each was."""
-    kinds: list[bool] = []
-
-    def is_sampled(_: DraftPolicy, request: Request) -> bool:
-        kinds.append(request.draft_history.num_drafts % 2 == request.seed % 2)
-        return kinds[-1]
-
-    monkeypatch.setattr(DraftPolicy, "is_sampled", is_sampled)
-    return kinds
-
-
-@pytest.mark.parametrize("proposal", ["auto", "shape"])
-def test_a_request_may_change_between_sampled_and_most_likely_drafts(
-    zoo: Zoo, proposal: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As `draft_sampling="auto"` does, here at every step."""
-    kinds = alternate(monkeypatch)
-    sampled = sample(zoo, "cuts", proposal, 2 * NUM_SEQUENCES, draft="eight_other")
-    assert min(sum(kinds), len(kinds) - sum(kinds)) > NUM_SEQUENCES
     assert p_value(zoo, sampled, "cuts") > 1e-3
 
 
@@ -213,7 +194,7 @@ def letters(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
     make_letter_tokenizer("abcdefgh", "bytes").save_pretrained(folder / "target")
     make_model(folder / "draft", vocab_size=9, num_hidden_layers=1, eos_token_id=2, seed=12)
     make_letter_tokenizer("xgayfchbz", "pieces").save_pretrained(folder / "draft")
-    return {"target": str(folder / "target"), "draft": str(folder / "draft"), "has_seed": False}
+    return {"target": str(folder / "target"), "draft": str(folder / "draft"), "seed_every": 0}
 
 
 OTHER_VOCABULARY = [("hot", "auto", "cpu"), ("hot", "shape", "cpu"), ("cuts", "dynamic", "cpu"), ("hot", "chain", "torch")]
@@ -272,16 +253,21 @@ def spiteful(controller: Controller, load: Load, has_room: bool) -> Decision:
     return Decision(num_nodes, [each.max_nodes if worths[i] else num_nodes[i] for i, each in enumerate(load.candidates)], worths)
 
 
-@pytest.mark.parametrize(("alternates", "watch"), [(False, None), (True, None), (False, Peeking)])
+@pytest.mark.parametrize(("watch", "seed_every"), [(None, 0), (None, 2), (Peeking, 0)])
 def test_how_much_is_drafted_may_depend_on_anything_but_the_sampled_tokens(
-    zoo: Zoo, alternates: bool, watch: Any, monkeypatch: pytest.MonkeyPatch
+    zoo: Zoo, watch: Any, seed_every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sampled trees may grow beside beams that end where they do not pay."""
+    """Sampled trees may grow beside beams that end where they do not pay: those of requests with a seed of their own."""
     monkeypatch.setattr(Controller, "_decide", spiteful)
-    kinds = alternate(monkeypatch) if alternates else []
-    options: dict[str, Any] = {"speculation": "adaptive", "has_seed": False}
-    sampled = sample(zoo, "cuts", "auto", 2 * NUM_SEQUENCES, watch=watch or (lambda _: None), **options)
-    assert min(sum(kinds), len(kinds) - sum(kinds)) > NUM_SEQUENCES or not alternates
+    kinds, look = Counter[Any](), watch or (lambda _: None)
+
+    def observe(engine: Engine) -> None:
+        look(engine)
+        engine.observers.append(lambda _, acceptance: kinds.update(np.repeat(acceptance.trees.is_sampled, acceptance.trees.counts)))
+
+    options: dict[str, Any] = {"speculation": "adaptive", "draft_sampling": "auto"}
+    sampled = sample(zoo, "cuts", "auto", 2 * NUM_SEQUENCES, watch=observe, seed_every=seed_every, **options)
+    assert kinds[True] > NUM_SEQUENCES and (kinds[False] > NUM_SEQUENCES) == (seed_every > 0)
     assert sampled.accepted_per_depth[1] > 30 and sampled.proposed_per_depth[0] < 0.9 * 2 * NUM_SEQUENCES * (LENGTH + MORE - 1)
     assert (p_value(zoo, sampled, "cuts") > 1e-3) == (watch is None)
 

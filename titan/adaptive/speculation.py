@@ -85,20 +85,16 @@ class AdaptiveSpeculation:
         plan.reviews = [rows[i] for i in decision.reviewed]
 
     def _num_steps_allowed(self, requests: Sequence[Request]) -> int:
-        """Return for how many steps requests may draft what was decided, and trees end where they did, whatever is accepted."""
+        """Return for how many steps requests may draft what was decided, whatever is accepted."""
         if self._decision is RESTING:
             return maxsize
         if not self._decision.is_steady:
             return 0
         num_steps = maxsize
-        for request, most, worth in zip(requests, self._decision.most_nodes, self._decision.worths, strict=True):
-            if not most:
-                continue
-            num_left = min(request.num_remaining_tokens - 1, self.drafting.max_len - request.num_tokens) - most
-            if num_left < 0 or self.drafting.stops_early(request) != (worth is not None):
-                return 0
-            # whether drafts of one that samples are sampled, and so have no scores, may change with each step
-            num_steps = min(num_steps, 1 + num_left // (1 + most) if request.params.is_greedy else 1)
+        for request, most in zip(requests, self._decision.most_nodes, strict=True):
+            if most:
+                num_left = min(request.num_remaining_tokens, self.drafting.max_len + 1 - request.num_tokens)
+                num_steps = min(num_steps, num_left // (1 + most))
         return num_steps
 
     def _apply(self, plan: StepPlan) -> None:

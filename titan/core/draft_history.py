@@ -88,34 +88,15 @@ class DraftHistory:
     """Averages over a request's steps; the temperature may begin at that of others, and nothing else depends on them."""
 
     rank_acceptance: list[Average] = field(default_factory=lambda: [Average(value) for value in PRIOR_ACCEPTANCE])
-    greedy_match: Average = field(default_factory=lambda: Average(0.5))  # p of the draft's most likely token
-    sampled_match: Average = field(default_factory=lambda: Average(0.6))  # sum of min(p, q)
-    tree_depth: Average | None = None  # greatest depth of each drafted tree
     temperature: float | None = None  # at which the draft's probabilities match acceptance; None: not known yet
     num_confidences: int = 0
     acceptance: AcceptanceCounts = field(default_factory=AcceptanceCounts)
     tokens_per_step: Average = field(default_factory=lambda: Average(1.0))
 
-    @property
-    def num_drafts(self) -> int:
-        """Number of trees drafted."""
-        return 0 if self.tree_depth is None else self.tree_depth.num_seen
-
-    def note_draft(self, depth: int) -> None:
-        """Record that a tree of this depth was drafted."""
-        if self.tree_depth is None:
-            self.tree_depth = Average(depth)
-        self.tree_depth.note(depth)
-
     def note_children(self, num_children: int, accepted_rank: int | None) -> None:
         """Record a node that was reached: its number of sampled children, and the rank of the accepted one; ``None`` = no child."""
         for rank, acceptance in enumerate(self.rank_acceptance[:num_children]):
             acceptance.note(rank == accepted_rank)
-
-    def note_match(self, greedy: float, sampled: float) -> None:
-        """Record the probabilities with which a greedy and a sampled proposal would have been accepted at a root."""
-        self.greedy_match.note(greedy)
-        self.sampled_match.note(sampled)
 
     def start_at(self, temperature: float) -> None:
         """Set the temperature from which the calibration of a new request goes on."""

@@ -129,8 +129,8 @@ class SpeculationOptions:
         draft_tree: shape of the draft tree: "chain"; "dynamic", grown by the draft's cumulative probability; a list of parents
             (-1 = the root); or "auto", chosen per request and step.
         draft_sampling: "greedy" proposes the draft's most likely tokens, "sampled" samples them at the request's temperature,
-            "auto" chooses what the target has matched better at the request's roots so far, and "greedy" for requests with a seed
-            of their own, whose tokens then do not depend on what is drafted. At temperature 0 all three are greedy.
+            "auto" samples them unless the request has a seed of its own: its tokens then do not depend on what is drafted. At
+            temperature 0 all three are greedy.
     """
 
     speculation: str = "adaptive"

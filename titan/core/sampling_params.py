@@ -63,7 +63,7 @@ class SamplingParams:
             prefix cache holds.
         seed: random streams are keyed by (seed, position), so a seed fixes the output, up to rounding, in any batch and whatever is
             drafted, unless drafts are sampled (``draft_sampling="sampled"``): tokens then depend on what is drafted, and how much.
-            ``None`` = derived from the engine's seed and the request's number; drafts may then be sampled with "auto" as well.
+            ``None`` = derived from the engine's seed and the request's number; drafts are then sampled with "auto" as well.
         stop: string(s) that end the text, which is cut before the one that is complete first.
         stop_token_ids: tokens that end the output, as the model's end-of-sequence tokens do; the last of ``token_ids``.
         include_stop_str_in_output: leave the stop string, or what a stop token says, in the text.

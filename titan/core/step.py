@@ -114,9 +114,7 @@ class Acceptance:
     accepted nodes from the root down; ``token_ids[i]`` their tokens and the final token, which is recovered or bonus. All are
     empty for a row that did not reach its root. ``errors[i]`` says why the logits after the path could not be used; there is then
     no final token, and the request is aborted unless the path ends it. ``logprobs[i]`` has, if the request asks for them, an
-    entry per token, and ``prompt_logprobs[i]`` the next entries of its prompt. ``matches[i]`` has, if the proposal was sampled, the
-    probabilities with which the draft's most likely token and a token sampled from the draft would have been accepted after the
-    root: ``p[argmax q]`` and ``sum(min(p, q))``.
+    entry per token, and ``prompt_logprobs[i]`` the next entries of its prompt.
     """
 
     trees: DraftTrees
@@ -125,4 +123,3 @@ class Acceptance:
     errors: list[str | None]
     logprobs: dict[int, list[dict[int, Logprob]]] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[dict[int, Logprob]]] = field(default_factory=dict)
-    matches: dict[int, tuple[float, float]] = field(default_factory=dict)
