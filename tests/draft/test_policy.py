@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from proposals import BUSHY
+from stepping import host_trees
 
 from titan.core.draft_history import Average, DraftHistory
 from titan.core.growth import BeamSpec, GrowthSpec, ShapeSpec
 from titan.core.outputs import RequestMetrics
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
+from titan.core.step import Acceptance, StepPlan
+from titan.core.trees import DraftTree
+from titan.draft.histories import note_verification
 from titan.draft.policy import CHAIN_CHILDREN, MAX_CHAIN_NODES, DraftPolicy
 
 
@@ -110,6 +116,16 @@ def test_auto_samples_unless_the_request_has_a_seed_of_its_own(temperature: floa
     policy, request = DraftPolicy("chain", "auto", 16), make_request(temperature, seed)
     assert kind_of(policy.spec(request, 6, 6)) == ("sampled" if is_sampled else "chain")
     assert kind_of(DraftPolicy("chain", "sampled", 16).spec(request, 6, 6)) == ("sampled" if temperature else "chain")
+
+
+@pytest.mark.parametrize("is_sampled", [True, False])
+def test_only_sampled_trees_tell_how_often_siblings_of_a_rank_are_accepted(is_sampled: bool) -> None:
+    request, siblings = make_request(0.8), DraftTree(np.array([7, 3]), np.array([-1, -1], np.int32))
+    trees = replace(host_trees([siblings]), is_sampled=np.array([is_sampled]))
+    note_verification(StepPlan([request], [1], [2], [2]), Acceptance(trees, [[1]], [[3, 5]], [None]))
+    learnt, before = (each.rank_acceptance for each in (request.draft_history, DraftHistory()))
+    assert [a.value > b.value for a, b in zip(learnt, before, strict=True)] == [False, is_sampled, False, False]
+    assert [a.value < b.value for a, b in zip(learnt, before, strict=True)] == [is_sampled, False, False, False]
 
 
 @pytest.mark.parametrize(("draft_tree", "is_caterpillar"), [("auto", True), ("dynamic", False)])

@@ -18,7 +18,7 @@ class Candidate(NamedTuple):
     max_nodes: int  # that it may draft; 0: none
     num_missing: int  # committed tokens that the draft has not seen, the root included
     num_remaining: int  # tokens that it may still emit
-    stops_early: bool  # whether the draft's confidence may end its tree; else it drafts the nodes that its history says
+    stops_early: bool  # whether the draft's confidence may end its tree; else it drafts as many nodes as were decided
     weight: float = 1.0  # of its tokens
     is_typical: bool = True  # whether what it shows may be true of others; else its options are none that the draft sees
     num_reviewable: int | None = None  # tokens that a review would compare with what the draft says; None: there are no reviews
