@@ -296,7 +296,8 @@ class Kernels:
         self.found: set[Any] = set()
 
     def run(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        free, kinds = kernel.kwargs.get("do_not_specialize") or (), list[Any]()
+        found = vars(kernel)  # the interpreter's functions keep what was given to @triton.jit as it was given
+        free, kinds = found.get("kwargs", found).get("do_not_specialize") or (), list[Any]()
         for name, each in zip(kernel.arg_names, args, strict=False):
             is_number = isinstance(each, int) and name not in free
             if isinstance(each, Tensor):
