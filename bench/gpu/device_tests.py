@@ -22,12 +22,16 @@ ROOT = Path(__file__).resolve().parents[2]
 FULL = (
     ("tests",),
     (
-        *("[triton", "-triton", "_with_triton", "test_triton", "test_conformance", "test_tree_attention", "test_attention_planner"),
-        *("test_short_weights", "test_wrapper_arguments", "test_draft_weight_bits", "test_cuda_graphs", "test_cuda_waiting"),
-        *("test_device_trees", "test_other_layers"),
+        *("test_cuda_graphs", "test_triton_chains", "test_device_trees", "test_conformance_trees", "test_conformance_layers"),
+        *("test_conformance_sampling", "test_draft_weight_bits", "test_short_weights", "test_other_layers"),
+        *("test_tree_attention", "test_attention_planner", "[triton", "-triton", "_with_triton", "test_triton", "test_conformance"),
+        "test_wrapper_arguments",
     ),
 )
-"""Where tests are, and words in the names of those that run Triton kernels: on a CUDA device if there is one, or interpreted."""
+"""Where tests are, and words in the names of those that run Triton kernels: on a CUDA device if there is one, or interpreted.
+
+The first words are of what is most likely to fail on a device: what was changed since it last ran on one, and whole passes.
+"""
 TINY = ("tests/kernels/test_conformance_cache.py",), ("[triton",)
 OTHER_BACK_ENDS = ("[torch", "[cpu")
 
@@ -86,7 +90,7 @@ class Plugin:
 
 
 def make_tasks(setting: Setting) -> Sequence[Task]:
-    """The tests, those that need a device first.
+    """The tests, those that need a device first, then by the first word in their names.
 
     Raises:
         FileNotFoundError: there are none.
@@ -94,10 +98,14 @@ def make_tasks(setting: Setting) -> Sequence[Task]:
     plugin, (files, words) = Plugin(), TINY if setting.is_tiny else FULL
     found = [item for item in plugin.find(files) if not any(each in item.nodeid for each in OTHER_BACK_ENDS)]
     on_cuda = [item for item in found if item.get_closest_marker("cuda") and not setting.is_tiny]
-    items = [*on_cuda, *(item for item in found if item not in on_cuda and any(word in item.nodeid for word in words))]
+    others = [item for item in found if item not in on_cuda]
+    items = list(dict.fromkeys([*on_cuda, *(item for word in words for item in others if word in item.nodeid)]))
     if not items:
         raise FileNotFoundError(f"there are no tests in {ROOT}, or pytest cannot read them: see above")
-    return [Task({"test": item.nodeid}, partial(plugin.run, item, after), 20) for item, after in pairwise([*items, None])]
+    return [
+        Task({"test": item.nodeid}, partial(plugin.run, item, after), 20 if item in on_cuda else 8)  # most of it is compiling
+        for item, after in pairwise([*items, None])
+    ]
 
 
 SECTION = Section(

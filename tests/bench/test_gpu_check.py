@@ -146,24 +146,28 @@ def test_a_device(): pass
 
 @pytest.fixture
 def section_of_tests(made_up: Any, tmp_path: Path) -> Section:
-    """Of a checkout that has these tests alone."""
+    """Of a checkout that has these tests, and one of what is riskier."""
     (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\nfilterwarnings = ['error']\nmarkers = ['cuda']\n")
     (tmp_path / "tests" / "new").mkdir(parents=True)
     (tmp_path / "tests" / "new" / "test_new.py").write_text(MADE_UP_TESTS)
+    (tmp_path / "tests" / "test_cuda_graphs.py").write_text("def test_the_host(): pass")
     return replace(section_of(), make_tasks=partial(made_up.make_tests, str(tmp_path)))
 
 
-def test_tests_of_triton_and_of_a_device_are_rows_and_one_that_crashes_costs_the_others_nothing(section_of_tests: Section) -> None:
+def test_tests_of_triton_and_of_a_device_are_rows_the_riskiest_first_and_one_that_crashes_costs_the_others_nothing(
+    section_of_tests: Section,
+) -> None:
     _, *rows = run_isolated(section_of_tests, replace(TINY, is_tiny=False), 1000)
-    names = "a_device", "it[a draft-triton]", *(f"it[triton-{i}]" for i in range(4)), "output_with_triton"
-    assert [row.labels["test"] for row in rows] == [f"tests/new/test_new.py::test_{name}" for name in names]
+    device, *others = (f"tests/new/test_new.py::test_{each}" for each in ("a_device", *(f"it[triton-{i}]" for i in range(4))))
+    others += [f"tests/new/test_new.py::test_{each}" for each in ("it[a draft-triton]", "output_with_triton")]
+    assert [row.labels["test"] for row in rows] == [device, "tests/test_cuda_graphs.py::test_the_host", *others]
     passed = {"passed": 1.0}, None
     assert [(row.figures, row.problem) for row in rows] == [
         *(passed, passed, passed),
         ({}, "its process ended with status 9"),
         ({}, "AssertionError: wrong assert 'triton-2' != 'triton-2'"),
         ({"skipped": 1.0}, None),
-        passed,
+        *(passed, passed),
     ]
 
 
