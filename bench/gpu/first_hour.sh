@@ -9,9 +9,13 @@
 #
 # Nothing is installed or downloaded. A call prints what it finds at once, leaves JSON and its log in OUT (default: first_hour),
 # goes on behind what fails or is not there, and ends within LIMIT seconds (default: 400) with what it has. PYTHON is the
-# interpreter. d compares SECTIONS (default: end_to_end_8b; attention is another) of BATCHES (default: 1 8 32) requests; its
-# BASE may lack the demo, 34 MB: git archive COMMIT | tar x -C BASE --exclude=titan/demo. The status is 1 if a part failed, and
-# 2 if a call cannot be made.
+# interpreter. Whole engines have BATCHES (default: 1 8 32) requests, since what they record before they serve follows from the
+# largest. d compares SECTIONS (default: end_to_end_8b; attention is another); its BASE may lack the demo, 34 MB:
+# git archive COMMIT | tar x -C BASE --exclude=titan/demo. The status is 1 if a part failed, and 2 if a call cannot be made.
+#
+# With ten minutes of a device in all, b finds what a has compiled:
+#
+#   LIMIT=320 bash bench/gpu/first_hour.sh a; LIMIT=250 bash bench/gpu/first_hour.sh b
 set -uo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -117,7 +121,7 @@ run_call() {
         part versions 60 bash -c "$(declare -f versions); versions"
         check a "$ROOT" "$(left)" --only tests products sampling
         ;;
-    b) check b "$ROOT" "$(left)" --only attention end_to_end_8b ;;
+    b) check b "$ROOT" "$(left)" --only attention end_to_end_8b --batches $BATCHES ;;
     c)
         sanitize
         check splits "$ROOT" "$(left 3)" --only splits

@@ -407,11 +407,22 @@ def test_rows_are_compared_with_those_of_another_run(tmp_path: Path, monkeypatch
     assert first["figures"] == {"other": 4.0, "figure": 3.0, "x base": 3.0} and "x base" not in second["figures"]
 
 
+FIRST_HOUR = Path(gpu_check.__file__).with_name("gpu") / "first_hour.sh"
+
+
+def test_engines_of_the_first_hour_record_graphs_for_no_more_requests_than_they_get(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "ran $*"\n')
+    python.chmod(0o755)
+    environment = {"PATH": os.environ["PATH"], "OUT": str(tmp_path), "PYTHON": str(python), "LIMIT": "60"}
+    call = subprocess.run(["bash", str(FIRST_HOUR), "b"], env=environment, capture_output=True, text=True, check=True)
+    assert "ran -m titan.bench.gpu_check --seconds 35" in call.stdout and "--batches 1 8 32\n" in call.stdout
+
+
 @pytest.mark.parametrize(("words", "message"), [(["d"], "BASE= must be its folder"), (["e"], "usage"), (["a", "tiny"], "usage")])
 def test_calls_of_the_first_hour_that_cannot_be_made_are_refused(words: list[str], message: str, tmp_path: Path) -> None:
-    script = Path(gpu_check.__file__).with_name("gpu") / "first_hour.sh"
     environment = {"PATH": os.environ["PATH"], "OUT": str(tmp_path)}
-    call = subprocess.run(["bash", str(script), *words], env=environment, capture_output=True, text=True, check=False)
+    call = subprocess.run(["bash", str(FIRST_HOUR), *words], env=environment, capture_output=True, text=True, check=False)
     assert call.returncode == 2 and message in call.stdout and not list(tmp_path.iterdir())
 
 
