@@ -17,11 +17,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import LlamaConfig
 
 from titan.bench.engine_run import make_idle, make_requests
 from titan.bench.gpu import random_models
 from titan.bench.gpu.interpreted import InterpretedBackend
+from titan.bench.gpu.random_models import known_text
 from titan.bench.gpu.sections import Figures, Section, Setting, Task, WrongNumbersError
 from titan.bench.gpu.timing import busy_seconds, heaviest, synchronize
 from titan.bench.prompts import random_prompts
@@ -139,20 +141,24 @@ class PaidReplayDrafter(DraftModelDrafter):
     """Proposes what a `ReplayDrafter` proposes, after all the passes that a draft model takes for as many tokens.
 
     The draft model drafts greedy chains (so the engine's ``draft_tree`` must be "chain"), writes their KV and hears what was
-    accepted; what it would have proposed does not matter. Its trees stay on the device, as they do without a recording: one more
-    copy brings the recorded tokens there.
+    accepted; ``num_wrong`` counts the tokens, of those that it would have proposed, that its weights do not say. Its trees stay on
+    the device, as they do without a recording: one more copy brings the recorded tokens there, and those that the weights say.
     """
 
-    def __init__(self, name: str, model: Decoder, replay: ReplayDrafter, context: DraftContext) -> None:
+    def __init__(self, name: str, model: Decoder, replay: ReplayDrafter, num_wrong: Tensor, context: DraftContext) -> None:
         super().__init__(name, model, context)
         self.replay = replay
+        self.num_wrong = num_wrong  # [], on the device
 
     def propose(self, plan: StepPlan) -> DraftTrees:
         recordings = self.replay.propose(plan)
         # no more is drafted than was recorded; it may be less
         drafted = super().propose(replace(plan, draft_budgets=[recording.num_nodes for recording in recordings]))
-        pairs = zip(recordings, drafted.counts.tolist(), strict=True)
-        [token_ids] = self.context.backend.upload([np.concatenate([recording.token_ids[:count] for recording, count in pairs])])
+        counts, roots = drafted.counts.tolist(), [request.token_ids[-1] for request in plan.requests]
+        recorded = [recording.token_ids[:count] for recording, count in zip(recordings, counts, strict=True)]
+        said = [known_text(root, count, self.vocab_size) for root, count in zip(roots, counts, strict=True)]
+        token_ids, expected = self.context.backend.upload([np.concatenate(recorded), np.concatenate(said)])
+        self.num_wrong += (drafted.nodes.token_ids != expected).sum()
         return replace(drafted, nodes=drafted.nodes._replace(token_ids=token_ids))
 
 
@@ -168,8 +174,9 @@ class EndToEnd:
             name: random_models.make_decoder(config, backend=backend, seed=setting.seed, weight_bits=weight_bits)
             for name, (config, weight_bits) in plan.drafts.items()
         }
+        self.num_wrong = torch.zeros((), dtype=torch.int64, device=backend.device)
         for name, draft in drafts.items():
-            register(name, partial(PaidReplayDrafter, name, draft, self.replay))
+            register(name, partial(PaidReplayDrafter, name, draft, self.replay, self.num_wrong))
         first, draft = next(iter(drafts.items()))
         register(SAMPLED, lambda context: DraftModelDrafter(SAMPLED, draft, replace(context, draft_sampling="sampled")))
         max_batch = max(plan.batches)
@@ -199,7 +206,7 @@ class EndToEnd:
         """Bring ``batch`` requests to their window, and end them after it; yields a function that runs steps and returns seconds.
 
         Raises:
-            WrongNumbersError: the model has written something else than its weights say.
+            WrongNumbersError: the model or its draft has written something else than its weights say.
             RuntimeError: a request ended early.
         """
         engine, vocab_size, acceptance = self.engine, self.plan.target.vocab_size, MODES[mode].acceptance
@@ -208,7 +215,7 @@ class EndToEnd:
         output_len = self.plan.max_output_len(batch)
         workload = self.workload(batch, output_len)
         requests = make_requests(engine, workload, use_speculative=acceptance is not None, **MODES[mode].options)
-        texts = [[(prompt[-1] + 1 + i) % vocab_size for i in range(output_len)] for prompt in workload.prompts]
+        texts = [known_text(prompt[-1], output_len, vocab_size).tolist() for prompt in workload.prompts]
         self.replay.recordings = dict(zip(map(tuple, workload.prompts), texts, strict=True))
 
         def step(num_steps: int, acceptance: float = acceptance or 0.0) -> float:
@@ -221,6 +228,7 @@ class EndToEnd:
                 raise RuntimeError("a request ended early")
             return time.perf_counter() - start
 
+        self.num_wrong.zero_()
         try:
             for request in requests:
                 engine.scheduler.add(request)
@@ -234,6 +242,8 @@ class EndToEnd:
         pairs = zip(requests, texts, strict=True)
         if any(request.output_token_ids != text[: request.num_output_tokens] for request, text in pairs):
             raise WrongNumbersError("other tokens were written than the weights say")
+        if num_wrong := int(self.num_wrong):
+            raise WrongNumbersError(f"the draft would have proposed {num_wrong} tokens that its weights do not say")
 
     def measure_titan(self, batch: int, mode: str, draft: str) -> Figures:
         """Measure a window."""

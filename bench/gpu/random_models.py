@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import LlamaConfig
 
 from titan.kernels.interfaces import Backend
@@ -62,6 +64,11 @@ def make_decoder(config: LlamaConfig, *, backend: Backend, seed: int, weight_bit
         decoder.get_parameter("lm_head").copy_(decoder.embedding.roll(1, 0))
     decoder.prepare(weight_bits=weight_bits)
     return decoder
+
+
+def known_text(token_id: int, num_tokens: int, vocab_size: int) -> NDArray[np.int64]:
+    """So many tokens that such a model writes after this one."""
+    return (token_id + 1 + np.arange(num_tokens)) % vocab_size
 
 
 def weight_bytes_per_step(decoder: Decoder) -> int:

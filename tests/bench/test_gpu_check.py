@@ -23,7 +23,7 @@ from titan.bench import gpu_check
 from titan.bench.gpu import attention, ceilings, end_to_end, random_models, sampling, splits
 from titan.bench.gpu.attention import KERNELS, LLAMA_3_8B, TITAN, UNIFORM
 from titan.bench.gpu.attention_batches import make_case, uniform_shape
-from titan.bench.gpu.end_to_end import AT_GOAL, DRAFTS_SAMPLED, PLAIN, EndToEnd, Mode, expected_tokens
+from titan.bench.gpu.end_to_end import AT_GOAL, DRAFTS_SAMPLED, PLAIN, EndToEnd, Mode, PaidReplayDrafter, expected_tokens
 from titan.bench.gpu.sections import Figures, Row, Section, Setting, Task, WrongNumbersError, run_isolated, run_tasks
 from titan.bench.gpu.timing import covered_seconds
 from titan.bench.step_times import step_times
@@ -34,6 +34,7 @@ from titan.kernels.torch.backend import TorchBackend
 from titan.kernels.triton.attention_planner import TreeAttentionPlan
 from titan.kernels.triton.tools import INTERPRETED
 from titan.kernels.triton.tree_attention import tree_attention
+from titan.models.decoder import Decoder
 
 TINY = Setting(torch.device("cpu" if INTERPRETED else "cuda:0"), is_tiny=True, copy_bandwidth=1e9)
 
@@ -380,6 +381,11 @@ def test_a_request_that_ends_early_and_a_text_that_the_weights_do_not_say_are_no
         with pytest.raises(RuntimeError, match="ended early"):
             bench.measure_titan(1, PLAIN, "-")
     assert not bench.engine.scheduler.has_unfinished
+    drafter = bench.engine.drafter
+    assert isinstance(drafter, PaidReplayDrafter) and isinstance(drafter.model, Decoder)
+    drafter.model.final_norm.neg_()
+    with pytest.raises(WrongNumbersError, match=r"the draft would have proposed \d+ tokens that its weights do not say"):
+        bench.measure_titan(1, AT_GOAL, "tiny")
     bench.target.final_norm.neg_()
     with pytest.raises(WrongNumbersError, match="other tokens were written than the weights say"):
         bench.measure_titan(1, PLAIN, "-")
