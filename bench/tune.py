@@ -17,12 +17,14 @@ import argparse
 import math
 import re
 import runpy
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, replace
 from functools import partial
 from importlib.metadata import version
 from itertools import product
+from operator import ne
 from pathlib import Path
 from statistics import geometric_mean
 from unittest.mock import patch
@@ -66,14 +68,15 @@ Key = tuple[int, int, int]
 def tune(key: Key, block_m: int, setting: Setting, tried: list[Row]) -> Iterator[TileConfig]:
     """Yield after each candidate the fastest configuration so far for tiles of so many rows; the present one if none beats it.
 
-    All tiles are tried with the present number of programs, and the best of them with others; ``tried`` gets each.
+    All other tiles are tried with the present number of programs, those most like the present ones first, then the best of all with
+    other numbers; ``tried`` gets each.
     """
     configs = tuning.TABLE.get(key, tuning.SAFE_CONFIGS)
     present = next((config for config in configs if config.block_m >= block_m), configs[-1])
     cases = [make_case(shape, setting) for shape in tuning_shapes(key[1], block_m, setting.is_tiny)]
     baseline = [run(key, present, case) for case in cases]
     num_tried = NUM_TINY if setting.is_tiny else None
-    relatives: dict[TileConfig, float] = {}
+    relatives = {present: 1.0}
 
     def attempt(config: TileConfig) -> TileConfig:
         labels = dict(zip(LABELS, (key[1], *astuple(config)), strict=True))
@@ -82,15 +85,21 @@ def tune(key: Key, block_m: int, setting: Setting, tried: list[Row]) -> Iterator
         tried.append(row)
         if row.status == "ok":
             relatives[config] = row.figures[RELATIVE]
-        best = min(relatives, key=relatives.__getitem__, default=present)
-        return best if relatives.get(best, 1.0) <= 1 - MIN_GAIN else present
+        best = min(relatives, key=relatives.__getitem__)
+        return best if relatives[best] <= 1 - MIN_GAIN else present
 
-    for tile in TILES[:num_tried]:
-        yield attempt(TileConfig(block_m, *tile, present.programs_per_multiprocessor))
+    others = {TileConfig(block_m, *tile, present.programs_per_multiprocessor) for tile in TILES} - {present}
+    for config in sorted(others, key=lambda each: (num_differences(each, present), astuple(each)))[:num_tried]:
+        yield attempt(config)
     for good in sorted(relatives, key=relatives.__getitem__)[:NUM_REFINED]:
         for programs in PROGRAMS[:num_tried]:
             if programs != present.programs_per_multiprocessor:
-                yield attempt(replace(good, programs_per_multiprocessor=programs))
+                yield attempt(replace(good, block_m=block_m, programs_per_multiprocessor=programs))
+
+
+def num_differences(config: TileConfig, other: TileConfig) -> int:
+    """How many fields of two configurations differ."""
+    return sum(map(ne, astuple(config), astuple(other)))
 
 
 def compare(key: Key, config: TileConfig, cases: Sequence[Case], baseline: Sequence[tuple[Tensor, float]]) -> Figures:
@@ -167,8 +176,8 @@ def make_report(tried: Sequence[Row], note: str) -> Report:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line.
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; the status is 1 if a candidate gave wrong numbers, or none could run.
 
     Raises:
         ValueError: there is no device to tune for, ``--tiny`` has no ``--output``, or the output is no copy of the table.
@@ -198,6 +207,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     with patch.object(tuning, "TABLE", runpy.run_path(str(output))["TABLE"]):  # has what earlier runs found
         measure_and_publish(args, measure, lambda: make_report(tried, f"Timed on {timed_on}; written to {output}."))
+    statuses = {row.status for row in tried}
+    return int("wrong" in statuses or "ok" not in statuses)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -211,4 +222,4 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

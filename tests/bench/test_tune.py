@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import astuple
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from titan.bench import tune
-from titan.bench.gpu.sections import Row, Setting
+from titan.bench.gpu.sections import Row, Setting, Status
 from titan.bench.tune import RELATIVE, Key, tuning_shapes, with_entry
 from titan.kernels.triton import tuning
 from titan.kernels.triton.tools import INTERPRETED
@@ -74,8 +75,19 @@ def test_the_fastest_candidate_wins_if_it_is_faster_by_more_than_noise(
     rows: list[Row] = []
     assert list(tune.tune(KEY, 32, TINY, rows))[-1] == best
     found = {(row.labels["block_n"], row.labels["programs"]): row.figures[RELATIVE] for row in rows}
-    assert found == pytest.approx({(n, programs): times.get((n, programs), 2.0) for n in (16, 32) for programs in (2, 3)})
+    candidates = [*product((16, 32), (2, 3)), (64, 3)]  # but the present one
+    assert len(rows) == len(candidates) and found == pytest.approx({each: times.get(each, 2.0) for each in candidates})
     assert tuning.TABLE == {KEY: PRESENT}
+
+
+def test_tiles_most_like_the_present_ones_are_tried_first_and_those_not_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "TILES", [(32, 8, 3), (32, 4, 5), (64, 8, 3), (64, 4, 5), (128, 4, 5)])
+    monkeypatch.setattr(tune, "PROGRAMS", (2,))
+    monkeypatch.setattr(tune, "NUM_TINY", 9)
+    monkeypatch.setattr(tune, "compare", lambda *_: {RELATIVE: 1.0})
+    rows: list[Row] = []
+    list(tune.tune(KEY, 32, TINY, rows))
+    assert [(row.labels["block_n"], row.labels["warps"]) for row in rows] == [(32, 4), (128, 4), (64, 8), (32, 8)]
 
 
 def test_a_candidate_that_is_wrong_or_does_not_run_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +119,7 @@ def test_a_rehearsal_writes_a_copy_and_reports_what_it_tried(tmp_path: Path, cap
     copy, report = tmp_path / "tuning.py", tmp_path / "tune.json"
     copy.write_text(SOURCE)
     options = ["--tiny", "--output", str(copy), "--head-dims", "128", "--block-m", "16", "--json", str(report), "--threads", "1"]
-    tune.main(options)
+    assert tune.main(options) == 0
     entry = table_of(copy.read_text())[KEY]
     assert table_of(copy.read_text()) == table_of(SOURCE) | {KEY: entry}
     assert [config[0] for config in entry] == list(tune.NUM_NODES)
@@ -143,6 +155,23 @@ def test_a_run_keeps_what_an_earlier_one_wrote_for_other_rows(tmp_path: Path, mo
     for block_m in (32, 16):
         tune.main(["--tiny", "--threads", "1", "--head-dims", "128", "--block-m", str(block_m), "--output", str(copy)])
     assert table_of(copy.read_text())[KEY] == [(16, 128, 8, 7, 3), (32, 128, 8, 7, 3), *table_of(SOURCE)[KEY][2:]]
+
+
+@pytest.mark.parametrize(
+    ("statuses", "expected"), [(["ok"], 0), (["failed", "ok"], 0), (["ok", "wrong"], 1), (["failed", "failed"], 1)]
+)
+def test_the_status_says_whether_a_candidate_was_wrong_or_none_could_run(
+    statuses: list[Status], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(key: Key, block_m: int, setting: Setting, tried: list[Row]) -> Iterator[TileConfig]:
+        tried += [Row(dict.fromkeys(tune.LABELS, 1), 0, {RELATIVE: 1.0}, status=each) for each in statuses]
+        yield PRESENT[0]
+
+    monkeypatch.setattr(tune, "tune", found)
+    copy = tmp_path / "tuning.py"
+    copy.write_text(SOURCE)
+    options = ["--tiny", "--threads", "1", "--head-dims", "128", "--block-m", "16", "--output", str(copy)]
+    assert tune.main(options) == expected
 
 
 def test_outputs_that_are_no_copy_of_the_table_are_refused_before_the_work(tmp_path: Path) -> None:
