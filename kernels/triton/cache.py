@@ -30,7 +30,7 @@ class CudaCache(TorchCache):
 
     Blocks on their way out are gathered piece by piece before anything else is computed, so that they may be overwritten; the
     transfer of the last `MAX_PIECES_OUT` pieces of a call is beside the passes. Blocks on their way in are waited for when
-    `await_copies` says so.
+    `await_copies` says so, or if they go out again.
 
     Args:
         upload: copies arrays to the device.
@@ -41,6 +41,7 @@ class CudaCache(TorchCache):
         super().__init__(upload)
         self._device = device
         self._arrival: torch.cuda.Event | None = None  # of the blocks copied in last, until somebody waits
+        self._arriving = set[int]()  # these blocks, of any cache
 
     @cached_property
     def _owner(self) -> StreamOwner:
@@ -55,7 +56,8 @@ class CudaCache(TorchCache):
         return [page_locked(each, self._device) for each in super().host_blocks(kv, num_blocks)]
 
     def copy_out(self, kv: KVTensor, host: Sequence[Tensor], sources: Ints, targets: Ints) -> None:
-        self.await_copies()  # one of the blocks may have been copied in just now
+        if not self._arriving.isdisjoint(sources.tolist()):
+            self.await_copies()
         [ids] = self._upload([sources])
         passes, sent = torch.cuda.current_stream(self._device), deque[tuple[Tensor, torch.cuda.Event]]()
         try:
@@ -82,11 +84,13 @@ class CudaCache(TorchCache):
                             group[:, here].copy_(blocks[away].to(group.device, non_blocking=True).transpose(0, 1))
             finally:  # without memory for the next piece, those before it are on their way
                 self._arrival = self._stream.record_event()
+                self._arriving.update(targets.tolist())
 
     def await_copies(self) -> None:
         if self._arrival is not None:
             torch.cuda.current_stream(self._device).wait_event(self._arrival)
             self._arrival = None
+            self._arriving.clear()
 
     def _after_passes(self) -> torch.cuda.StreamContext:
         """Return the copies' stream as a context, after all that was launched so far."""

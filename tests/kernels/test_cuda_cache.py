@@ -62,6 +62,23 @@ def test_blocks_on_their_way_in_are_waited_for_although_others_could_not_follow(
     current.wait_event.assert_called_once_with(stream.record_event.return_value)
 
 
+def test_blocks_on_their_way_in_are_waited_for_by_what_goes_out_only_if_it_is_they(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, current, group, host = MagicMock(), MagicMock(), torch.zeros(2, 6, 3), torch.ones(5, 2, 3)
+    monkeypatch.setattr(CudaCache, "_stream", stream)
+    monkeypatch.setattr(CudaCache, "_after_passes", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    cache, kv = CudaCache(lambda arrays: [torch.from_numpy(each) for each in arrays], CPU), SimpleNamespace(groups=[group])
+
+    def num_waits(sources: list[int]) -> int:
+        cache.copy_out(kv, [host], np.array(sources), np.array([3, 4]))  # type: ignore[arg-type]
+        return current.wait_event.call_count
+
+    for targets in ([1, 2], [0, 5]):
+        cache.copy_in(kv, [host], np.array([0, 1]), np.array(targets))  # type: ignore[arg-type]
+    assert [num_waits(sources) for sources in ([3, 4], [4, 2], [2, 1])] == [0, 1, 1]
+
+
 @pytest.mark.parametrize("fails_at", [0, 1])
 def test_blocks_on_their_way_out_take_little_memory_at_a_time(fails_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes wait before the memory of a piece is used again; the last pieces keep theirs until they are sent."""
