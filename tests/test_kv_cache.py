@@ -365,6 +365,18 @@ def test_the_beginnings_of_what_is_evicted_have_precedence_in_the_swap_space(swa
     assert copies(ops.copy_out) == [([4, 3, 2, 1, 0], [0, 1, 2, 3, 4])]
 
 
+def test_what_is_evicted_next_is_copied_at_once_and_found_on_the_side_that_has_it(swapping: KVCache, ops: Mock) -> None:
+    swapping.resize_swap_space(32, ())
+    swapping.free(compute(swapping, 29))
+    other, found = make_request([99] * 32), []
+    for num_tokens in range(4, 21, 4):
+        assert swapping.reserve(other, num_tokens)
+        found.append(copies(ops.copy_out))
+    assert found == [[], [([6, 5, 4, 3], [0, 1, 2, 3])], [], [], []]
+    swapping.free(other)
+    assert match(swapping, 29)[1] == 28 and copies(ops.copy_in) == [([3, 2, 1, 0], [3, 4, 5, 6])]
+
+
 def test_missing_blocks_are_those_that_leave_the_free_queue(kv: KVCache) -> None:
     owner, other = compute(kv, 9), make_request(range(9))
     assert kv.num_missing_blocks(other, 10) == 1, "the two cached blocks are shared"

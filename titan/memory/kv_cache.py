@@ -24,6 +24,9 @@ from titan.memory.prefix import PrefixFinder
 from titan.memory.sizing import block_bytes
 from titan.memory.swap_space import SwapSpace, find_blocks, take_blocks
 
+KEPT_AHEAD = 32
+"""Cached blocks that are copied to the swap space at once, the next ones to be evicted: a step evicts few at a time."""
+
 
 class KVCache:
     """Allocates blocks to requests, commits accepted paths, and finds prefixes that were computed before.
@@ -350,9 +353,14 @@ class KVCache:
 
     def _allocate(self, count: int, after: int = -1) -> list[int]:
         """Allocate free blocks, after a certain one if it can be; cached ones among them move to the swap space."""
-        if self.swap_space.pool.num_free:
-            self._keep(self.pool.next_evicted(count))
-        return self.pool.allocate(count, after)
+        pool, space = self.pool, self.swap_space.pool
+        if space.num_free:
+            evicted = pool.next_evicted(count)
+            if any(space.lookup(block_hash) is None for _, block_hash in evicted):
+                ahead = min(KEPT_AHEAD, space.num_free // 8)  # what is cached on both sides takes little of the space
+                evicted = pool.next_evicted(max(count, ahead))
+            self._keep(evicted)
+        return pool.allocate(count, after)
 
     def _keep(self, evicted: Sequence[tuple[int, bytes]]) -> None:
         """Copy cached blocks to the swap space, where they take the place of what was used least recently.
