@@ -129,10 +129,12 @@ def _lay_out_frontiers(feeds: Sequence[Feed], fed_slots: Sequence[Sequence[Ints]
             to its last depth.
         block_size: tokens per KV block.
     """
-    num_depths = max(map(len, fed_slots))
-    roots, table = np.array([feed.root for feed in feeds]), block_table_of(feeds)
-    for depth in range(1, num_depths + 1):
-        active = np.array([i for i, slots in enumerate(fed_slots) if len(slots) >= depth])
+    num_depths = np.array([*map(len, fed_slots)])
+    roots, table, active = np.array([feed.root for feed in feeds]), block_table_of(feeds), np.arange(len(feeds))
+    active_table = table  # the same array at depths of the same requests: what a device has of it stays there
+    for depth in range(1, num_depths.max() + 1):
+        if len(still := np.flatnonzero(num_depths >= depth)) < len(active):
+            active, active_table = still, table[still]
         of_depth = [fed_slots[i][depth - 1] for i in active.tolist()]
         query_start_loc = prefix_sums([len(slots) for slots in of_depth])
         owners = np.repeat(active, np.diff(query_start_loc))
@@ -140,7 +142,7 @@ def _lay_out_frontiers(feeds: Sequence[Feed], fed_slots: Sequence[Sequence[Ints]
         layout = AttentionLayout(
             query_start_loc=query_start_loc,
             seq_lens=slots[query_start_loc[1:] - 1] + 1,
-            block_table=table if len(active) == len(table) else table[active],
+            block_table=active_table,
             tree_starts=roots[active] + 1,
             positions=roots[owners] + depth,
             visible_lens=roots[owners] + 1,

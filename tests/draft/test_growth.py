@@ -114,6 +114,23 @@ def test_all_passes_take_the_tables_that_the_plan_has_padded(rows: Sequence[int]
         np.testing.assert_array_equal(each, tables[[*rows]])
 
 
+def test_passes_over_the_same_requests_take_the_same_tables_where_others_end_before() -> None:
+    """So that they are uploaded once; two of the chains end after two passes, and the others go on for three."""
+    tables, backend, found = np.arange(NUM_ROWS * NUM_BLOCKS).reshape(NUM_ROWS, -1), make_back_end("torch"), list[Ints]()
+    draft = RandomDraft(backend, "plain")
+
+    def forward(batch: RaggedBatch) -> Tensor:
+        found.append(batch.attention.block_table)
+        return draft.forward(batch)
+
+    lengths = [6, 3, 6, 6, 3, 6, 6]
+    feeds = [Feed(row, tables[row].tolist(), 5, [1], filled(chain_parents(lengths[row])), tables) for row in range(NUM_ROWS)]
+    grow_by_passes(forward, backend, feeds, NUM_ROWS, VOCAB_SIZE, BLOCK_SIZE)
+    assert [each is tables for each in found] == [True] * 3 + [False] * 3
+    assert all(each is found[-1] for each in found[3:])
+    np.testing.assert_array_equal(found[-1], tables[[0, 2, 3, 5, 6]])
+
+
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 def test_where_logits_tie_the_chain_that_is_proposed_is_the_one_that_was_fed(back_end: str) -> None:
     torch.manual_seed(0)
