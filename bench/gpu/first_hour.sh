@@ -9,8 +9,8 @@
 #
 # Nothing is installed or downloaded. A call prints what it finds at once, leaves JSON and its log in OUT (default: first_hour),
 # goes on behind what fails or is not there, and ends within LIMIT seconds (default: 400) with what it has. PYTHON is the
-# interpreter. Whole engines have BATCHES (default: 1 8 32) requests, since what they record before they serve follows from the
-# largest. d compares SECTIONS (default: end_to_end_8b; attention is another); its BASE may lack the demo, 34 MB:
+# interpreter. Whole engines have BATCHES requests (default: 1 8 32; in a rehearsal 1 2 3): what they record before they serve
+# follows from the largest. d compares SECTIONS (default: end_to_end_8b; attention is another); its BASE may lack the demo, 34 MB:
 # git archive COMMIT | tar x -C BASE --exclude=titan/demo. The status is 1 if a part failed, and 2 if a call cannot be made.
 #
 # With ten minutes of a device in all, b finds what a has compiled:
@@ -19,7 +19,7 @@
 set -uo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-call=${1:-} tiny=${2:-} PYTHON=${PYTHON:-python3} LIMIT=${LIMIT:-400} SECTIONS=${SECTIONS:-end_to_end_8b} BATCHES=${BATCHES:-1 8 32}
+call=${1:-} tiny=${2:-} PYTHON=${PYTHON:-python3} LIMIT=${LIMIT:-400} SECTIONS=${SECTIONS:-end_to_end_8b}
 mkdir -p "${OUT:=first_hour}" && OUT=$(cd "$OUT" && pwd) || exit 2
 if [[ $call != [abcd] || ($tiny != "" && $tiny != --tiny) ]]; then
     echo "usage: [OUT=FOLDER] [LIMIT=SECONDS] [PYTHON=FILE] [BASE=FOLDER] first_hour.sh a|b|c|d [--tiny]"
@@ -31,7 +31,8 @@ if [[ $call == d && ! -d ${BASE:-}/titan ]]; then
 fi
 [[ $call == d ]] && BASE=$(cd "$BASE" && pwd)
 [[ $PYTHON == */* ]] && PYTHON=$(cd "$(dirname "$PYTHON")" && pwd)/$(basename "$PYTHON")
-[[ $tiny ]] && export TRITON_INTERPRET=1
+[[ $tiny ]] && export TRITON_INTERPRET=1 BATCHES=${BATCHES:-1 2 3}
+BATCHES=${BATCHES:-1 8 32}
 export PYTHONUNBUFFERED=1 PYTHONPATH=$ROOT
 # later calls and trees find compiled kernels there; beside OUT, since OUT is what is copied from the machine
 export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-${TMPDIR:-/tmp}/titan-triton}
