@@ -59,8 +59,6 @@ class CachingDrafter(Drafter, Protocol):
         """Attach the cache, which has the layout ``kv``; called before the first step, and again when the cache is resized.
 
         The content of the blocks in use, whose ids may have changed between two steps, is in the new cache by the next one.
-
-        Only the blocks of rows that ``plan.feeds_draft`` allows may be read or written in a step.
         """
         ...
 

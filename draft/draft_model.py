@@ -146,7 +146,7 @@ class DraftModelDrafter:
         for i, (request, num_tokens) in enumerate(zip(plan.requests, plan.num_tokens, strict=True)):
             budget, start = self._budget(request, plan.draft_budgets[i]), request.num_drafted_context
             may_draft = self._budget(request, request.most_drafts(self.max_draft_tokens)) > 0
-            is_wanted = may_draft and (budget > 0 or (plan.feeds_draft(i) and not plan.reaches_root(i)))
+            is_wanted = may_draft and (budget > 0 or (plan.drafts_prompts and not plan.reaches_root(i)))
             end = min(request.num_computed_tokens + num_tokens, start + left)
             if is_wanted and end > start:
                 grows = budget > 0 and end == len(request.token_ids)

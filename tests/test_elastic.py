@@ -300,7 +300,7 @@ def test_parts_of_a_plan_feed_the_draft_what_the_plan_would(zoo: Zoo, drafts_pro
     parts, sizes = [StepPlan([request], [9], [0], [0], drafts_prompts=drafts_prompts)], list[int]()
     while parts:
         [part] = parts
-        assert part.feeds_draft(0) == (drafts_prompts and part.num_tokens[0] < 9)
+        assert (part.drafts_prompts, part.reaches_root(0)) == (drafts_prompts, part.num_tokens[0] == 9)
         sizes.append(part.num_tokens[0])
         parts = part.split()
     assert sizes == [9, 4, 2, 1]

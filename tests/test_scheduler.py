@@ -141,7 +141,6 @@ class World:
 
     def execute(self, plan: StepPlan, random: Random) -> None:
         self.kv.clear_new_blocks()
-        self.kv.clear_draft_blocks(plan.requests)
         rows = zip(plan.requests, plan.num_tokens, plan.draft_budgets, plan.num_slots, strict=True)
         trees = [self.run_models(*row, random) for row in rows]
         acceptance = Acceptance(host_trees(trees), [], [], [])

@@ -206,8 +206,6 @@ class Engine:
     def _pass(self, plan: StepPlan, watch: Stopwatch) -> _Passed:
         """Draft, run the target and verify; until the commit, this may be done again with fewer rows."""
         self.kv.clear_new_blocks()  # blocks are needed per token, and this is not of each step
-        if not plan.is_plain:
-            self.kv.clear_draft_blocks(request for i, request in enumerate(plan.requests) if plan.feeds_draft(i))
         watch.times.prepare += watch.lap()
         if self._ahead is not None and plan.emitting_rows():
             self.backend.seconds_between([self.backend.mark()])  # what the device is still at is no part of this step's passes

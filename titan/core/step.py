@@ -91,10 +91,6 @@ class StepPlan:
             for column in (self.requests, self.num_tokens, self.draft_budgets):
                 del column[i]
 
-    def feeds_draft(self, i: int) -> bool:
-        """Whether a draft model may be fed row ``i``."""
-        return self.draft_budgets[i] > 0 or i in self.reviews or (self.drafts_prompts and not self.reaches_root(i))
-
     def emitting_rows(self) -> list[int]:
         """Return the rows that reach their request's root."""
         rows = enumerate(zip(self.requests, self.num_tokens, strict=True))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain, takewhile
+from itertools import takewhile
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.kernels.interfaces import CacheOps, PathMove
 from titan.memory.block_pool import BlockPool
-from titan.memory.new_blocks import NewBlocks
 from titan.memory.prefix import PrefixFinder
 from titan.memory.sizing import block_bytes
 from titan.memory.swap_space import SwapSpace, find_blocks, take_blocks
@@ -44,7 +43,7 @@ class KVCache:
         self.pool = BlockPool(num_blocks, enable_prefix_caching)
         self.block_size = block_size
         self._prefixes = PrefixFinder(self.pool, self.swap_space, block_size)
-        self._new_blocks = NewBlocks(ops)
+        self._new_blocks: set[int] = set()  # reserved, and since then neither cleared nor copied to
         self._tensors: dict[Role, KVTensor] = {}
 
     @property
@@ -153,23 +152,16 @@ class KVCache:
             return False
         block_ids = self._allocate(num_new, request.block_ids[-1] if request.block_ids else -1)
         request.extend_blocks(block_ids)
-        self._new_blocks.add(block_ids)
+        self._new_blocks.update(block_ids)
         return True
 
     def clear_new_blocks(self) -> None:
-        """Zero the blocks reserved since the last call, before a pass: attention multiplies their content by zero weights.
-
-        In the draft's cache this waits for `clear_draft_blocks`.
-        """
-        self._new_blocks.clear(self._tensors)
-
-    def clear_draft_blocks(self, requests: Iterable[Request]) -> None:
-        """Zero the blocks of requests in the draft's cache that are new to it, before the draft is fed these requests.
-
-        None of them lies before the end of what the draft covers: that it has written.
-        """
-        tables = (each.block_ids[each.num_drafted_context // self.block_size :] for each in requests)
-        self._new_blocks.clear_in_draft(self._tensors, chain.from_iterable(tables))
+        """Zero the blocks reserved since the last call, before a pass: attention multiplies their content by zero weights."""
+        if self._new_blocks:
+            block_ids = np.array(sorted(self._new_blocks))
+            for tensor in self._tensors.values():
+                self._ops.clear_blocks(tensor, block_ids)
+            self._new_blocks.clear()
 
     def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
         """Move the accepted paths to the slots right after their roots, in every attached cache.
@@ -320,7 +312,7 @@ class KVCache:
         self.pool.resize(num_blocks, new_ids)
         for request in requests:
             request.renumber_blocks(new_ids)
-        self._new_blocks.renumber(new_ids)
+        self._new_blocks = {new_ids[block_id] for block_id in self._new_blocks if block_id in new_ids}
         return num_moved
 
     def lose_content(self, requests: Iterable[Request]) -> None:
@@ -331,7 +323,7 @@ class KVCache:
         for request in requests:
             request.release()
         self.pool.reset(self._tensors["target"].num_blocks)
-        self._new_blocks.forget()
+        self._new_blocks.clear()
 
     def resize_swap_space(self, num_blocks: int, requests: Iterable[Request]) -> None:
         """Give the swap space another number of blocks; what these unfinished requests have there will be computed again."""
@@ -412,7 +404,6 @@ class KVCache:
         source = sibling.block_ids[num_full_blocks]
         request.extend_blocks(self._allocate(1))
         try:
-            self._new_blocks.clear_in_draft(self._tensors, [source])
             for tensor in self._tensors.values():
                 self._ops.copy_blocks(tensor, np.array([source]), np.array(request.block_ids[-1:]))
         except Exception as error:
@@ -420,15 +411,14 @@ class KVCache:
                 raise
             self.pool.release(request.roll_back(num_full_blocks))
             return
-        self._new_blocks.note_written(request.block_ids[-1:])
+        self._new_blocks.discard(request.block_ids[-1])
         if request.num_drafted_context == request.num_computed_tokens:
             request.cover_draft(max(min(sibling.num_drafted_context, num_tokens) - request.num_drafted_context, 0))
         request.commit(num_slots)
 
     def _copy_out(self, block_ids: Sequence[int], swapped_block_ids: Sequence[int]) -> None:
-        self._new_blocks.clear_in_draft(self._tensors, block_ids)
         self.swap_space.copy_out(self._tensors, block_ids, swapped_block_ids)
 
     def _copy_in(self, swapped_block_ids: Sequence[int], block_ids: Sequence[int]) -> None:
         self.swap_space.copy_in(self._tensors, swapped_block_ids, block_ids)
-        self._new_blocks.note_written(block_ids)
+        self._new_blocks.difference_update(block_ids)
