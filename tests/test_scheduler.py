@@ -202,11 +202,15 @@ class World:
         return torch.tensor([value_of(model, tuple(prefix)) for prefix in prefixes], dtype=torch.float64)[:, None]
 
     def swap_draft(self, *, has_kv: bool) -> None:
+        """As the engine does it."""
+        present, num_swap_blocks = self.scheduler.in_flight, self.kv.swap_space.pool.num_blocks
+        self.kv.forget_draft(present)
+        self.kv.resize_swap_space(0, present)
         self.kv.detach("draft")
         if has_kv:
             self.kv.attach("draft", KVTensor(LAYOUTS["draft"], self.kv.num_blocks, BLOCK_SIZE, CPU))
+        self.kv.resize_swap_space(num_swap_blocks, present)
         self.num_swaps += 1
-        self.kv.forget_draft((*self.scheduler.running, *self.scheduler.waiting))
 
     def resize(self, num_blocks: int) -> None:
         """As the engine does it; blocks behind those that are kept hold NaN."""
@@ -298,7 +302,7 @@ class World:
             for i, block_hash in enumerate(chained_hashes(request.token_ids[:-1], request.terms.cache_salt)):  # never the root
                 prefixes[block_hash] = request.token_ids[: (i + 1) * BLOCK_SIZE]
         for role, tensor in self.kv.tensors.items():
-            host = self.kv.swap_space._blocks[role]
+            host = self.kv.swap_space._blocks.get(role)
             for request in self.scheduler.waiting:
                 length = request.num_computed_tokens if role == "target" else request.num_drafted_context
                 self.check_slots(role, request.swapped_block_ids, request.token_ids, range(length), host)

@@ -145,7 +145,7 @@ class Engine:
         self._log = StepLog()
         self._profiler = Profiler(self.backend, self.kv, config.schedule, self.max_model_len)
         self._ahead: Any = None  # mark behind the last pass, where the device may still be at it
-        self._use_drafter(drafter, 0, ())
+        self._use_drafter(drafter, ())
         self._pace = self._make_pace()
         prefill_limit = None if self._pace is None else self._pace.prefill_limit
         self.scheduler = Scheduler(config.schedule, self.kv, self.counters, prefill_limit=prefill_limit)
@@ -257,9 +257,9 @@ class Engine:
     def swap_draft(self, draft: DraftSpec) -> None:
         """Replace the drafter between steps; requests in flight continue, and the new draft catches up with them.
 
-        The KV cache keeps its number of blocks, the swap space its bytes: where blocks now take more or fewer, it starts empty.
-        Where the host has no memory for it any more, a warning says that there is none. With adaptive speculation, models whose
-        passes were not measured before are measured first, in about two seconds; that takes no block from requests in flight.
+        The KV cache keeps its number of blocks, the swap space its bytes, and it starts empty. Where the host has no memory for it
+        any more, a warning says that there is none. With adaptive speculation, models whose passes were not measured before are
+        measured first, in about two seconds; that takes no block from requests in flight.
 
         Raises:
             ValueError: as in the constructor, or there is too little memory for the draft's KV; the current drafter then stays.
@@ -271,21 +271,23 @@ class Engine:
         block_bytes_before = self.kv.bytes_per_block
         with self.backend.active():
             drafter = self._open_drafter(draft)()
-            num_swapped, num_before = self._check_room(drafter), self.kv.swap_space.pool.num_blocks
+            self._check_room(drafter)
             try:
-                self._use_drafter(drafter, num_swapped, self.scheduler.in_flight)
+                self._use_drafter(drafter, self.scheduler.in_flight)
             except BaseException:
-                self._resize_swap_space(num_before)
                 if drafter is self.drafter:  # one that was given again
                     self._return_cache()
                 raise
+            else:
+                self.scheduler.swap_rule.block_s *= self.kv.bytes_per_block / block_bytes_before
+                self._inform_swap_rule()
             finally:
                 self._claims.keep((self.drafter, self.config.schedule.scheduling_policy))
-            self.scheduler.swap_rule.block_s *= self.kv.bytes_per_block / block_bytes_before
-            self._inform_swap_rule()
-            self._resize_swap_space(num_swapped)
+                self._refit_swap_space()
 
-    def _resize_swap_space(self, num_blocks: int) -> None:
+    def _refit_swap_space(self) -> None:
+        """Give the swap space as many blocks as its bytes have room for."""
+        num_blocks = self.config.schedule.swap_space // self.kv.bytes_per_block
         try:
             self.kv.resize_swap_space(num_blocks, self.scheduler.in_flight)
         except Exception as error:
@@ -294,8 +296,8 @@ class Engine:
             message = f"the host has no memory for {num_blocks} blocks of swap space any more, so that there is none: {error}"
             warnings.warn(message, RuntimeWarning, stacklevel=3)
 
-    def _check_room(self, drafter: Drafter) -> int:
-        """Check that there is memory for a drafter's KV beside what is in use; return the blocks that the swap space then has."""
+    def _check_room(self, drafter: Drafter) -> None:
+        """Check that there is memory for a drafter's KV beside what is in use, and that a block with it fits the swap space."""
         block_size, swap_space = self.kv.block_size, self.config.schedule.swap_space
         own = [] if drafter.kv is None else [drafter.kv]
         needed, free_memory = self.kv.num_blocks * block_bytes(block_size, own), self._free_memory()
@@ -304,7 +306,7 @@ class Engine:
                 f"the draft {drafter.name!r} takes {needed} bytes for the KV of {self.kv.num_blocks} blocks, and {free_memory} are "
                 f"free: allowed are at most these"
             )
-        return num_swap_blocks(swap_space, [self.kv.tensors["target"].layout, *own], block_size, swap_space)
+        num_swap_blocks(swap_space, [self.kv.tensors["target"].layout, *own], block_size, swap_space)
 
     def compact_kv_cache(self) -> int:
         """Move all KV blocks with content to the front, those of a request in a row; return how many moved.
@@ -462,13 +464,10 @@ class Engine:
             self._claims.check("draft_model", draft)
         return open_drafter(draft, self.config.model, self.draft_context())
 
-    def _use_drafter(self, drafter: Drafter, num_swapped: int, requests: Sequence[Request]) -> None:
-        """Propose with a drafter from now on; whatever raises, the current one stays, but the swap space may be empty then.
+    def _use_drafter(self, drafter: Drafter, requests: Sequence[Request]) -> None:
+        """Propose with a drafter from now on, for these requests in flight; there is no swap space then.
 
-        Args:
-            drafter: the new one.
-            num_swapped: blocks that the swap space is to have with it.
-            requests: in flight.
+        Whatever raises, the current drafter stays.
         """
         kv: KVTensor | None = None
         if isinstance(drafter, CachingDrafter) and drafter.kv is not None:
@@ -478,30 +477,13 @@ class Engine:
         drafting = Drafting(drafter, self.backend, self.model_config.vocab_size)
         max_draft_tokens = min(drafter.max_draft_tokens, self.config.speculation.max_draft_tokens)
         adaptive = self._make_adaptive(drafting, max_draft_tokens)
-        before = self.kv.tensors.get("draft")
         self.kv.forget_draft(requests)
-        try:
-            self._replace_cache(kv, num_swapped, requests)
-            self.drafting = drafting
-        except BaseException:
-            self._replace_cache(before, 0, requests)
-            raise
-        self._max_draft_tokens, self.adaptive = max_draft_tokens, adaptive
-
-    def _replace_cache(self, kv: KVTensor | None, num_swapped: int, requests: Sequence[Request]) -> None:
-        """Attach a draft's cache in place of another's; the swap space is empty if it has another size or the host no memory."""
+        self.kv.resize_swap_space(0, requests)
         if kv is None:
             self.kv.detach("draft")
-            return
-        if num_swapped != self.kv.swap_space.pool.num_blocks:
-            self.kv.resize_swap_space(0, requests)  # else as many blocks as before would be allocated for the draft, too
-        try:
+        else:
             self.kv.attach("draft", kv)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            self.kv.resize_swap_space(0, requests)
-            self.kv.attach("draft", kv)
+        self.drafting, self.adaptive, self._max_draft_tokens = drafting, adaptive, max_draft_tokens
 
     def _make_adaptive(self, drafting: Drafting, max_draft_tokens: int) -> AdaptiveSpeculation | None:
         options = self.config.speculation

@@ -202,9 +202,9 @@ class LLM:
         """Replace the drafter between steps; requests in flight continue.
 
         The KV cache keeps its number of blocks, so that a larger draft takes more memory than ``kv_cache_memory`` said. The swap
-        space keeps its bytes: where blocks now take more or fewer, it starts empty, and what it held is computed again. Where the
-        host has no memory for it any more, a warning says that there is none. With ``speculation="adaptive"``, models
-        whose passes were not measured before are measured first, in about two seconds, during which requests in flight wait.
+        space keeps its bytes and starts empty: what it held is computed again. Where the host has no memory for it any more, a
+        warning says that there is none. With ``speculation="adaptive"``, models whose passes were not measured before are measured
+        first, in about two seconds, during which requests in flight wait.
 
         Args:
             draft_model: as in the constructor.

@@ -62,7 +62,7 @@ class KVCache:
         return self._tensors
 
     def attach(self, role: Role, tensor: KVTensor) -> None:
-        """Attach a cache, which the block tables then index.
+        """Attach a cache, which the block tables then index; the swap space has none of it until it is resized.
 
         Raises:
             ValueError: the number or size of its blocks is not the pool's.
@@ -72,13 +72,11 @@ class KVCache:
                 f"the {role}'s KV tensor has {tensor.num_blocks} blocks of {tensor.block_size} slots: it must have "
                 f"{self.num_blocks} of {self.block_size}"
             )
-        self.swap_space.attach(role, tensor)
         self._tensors[role] = tensor
 
     def detach(self, role: Role) -> None:
         """Detach a cache, if there is one."""
         self._tensors.pop(role, None)
-        self.swap_space.detach(role)
 
     def num_missing_blocks(self, request: Request, num_slots: int) -> int:
         """Return how many free blocks it takes to cover ``num_slots`` slots, after `admit` if the request has no blocks.

@@ -36,15 +36,6 @@ class SwapSpace:
         self._ops = ops
         self._blocks: dict[Role, list[Tensor]] = {}
 
-    def attach(self, role: Role, kv: KVTensor) -> None:
-        """Provide memory for a cache, in place of what the role had, which is given up first; it is zero, as the cache itself."""
-        self.detach(role)
-        self._blocks[role] = self._ops.host_blocks(kv, self.pool.num_blocks)
-
-    def detach(self, role: Role) -> None:
-        """Give up the memory for a cache, if there is any."""
-        self._blocks.pop(role, None)
-
     def resize(self, num_blocks: int, tensors: Mapping[Role, KVTensor]) -> None:
         """Have this many blocks for each of these caches, all of them blank; nobody may hold one.
 
