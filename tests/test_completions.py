@@ -101,7 +101,7 @@ def test_the_prompt_is_computed_once_and_its_full_blocks_are_shared(zoo: Zoo, ca
         assert request.metrics.num_cached_tokens == (32 if caching and request.index else 0)
     assert engine.metrics().num_cached_tokens == (96 if caching else 0)
     num_fed = engine.counters.num_admitted_tokens - engine.counters.num_cached_tokens
-    assert num_fed == (40 + 3 * 8 if caching else 4 * 40), "a hit of the prefix cache is counted as one, a shared block is not"
+    assert num_fed == (40 + 3 * 8 if caching else 4 * 40), "without a prefix cache, a shared block is no hit of one"
 
 
 @pytest.mark.parametrize("caching", [True, False])

@@ -17,8 +17,8 @@ class EngineCounters:
     num_rows: int = 0  # tokens that the target's passes computed, drafts included
     num_context_tokens: int = 0  # tokens before these, of all requests, pass by pass
     num_preemptions: int = 0
-    num_cached_tokens: int = 0  # tokens found in the prefix cache at admission
     num_admitted_tokens: int = 0  # tokens of the requests at admission
+    num_cached_tokens: int = 0  # of these, those found in the prefix cache, or at a sibling that uses it
     num_finished_requests: int = 0
     num_swapped_out: int = 0  # preemptions by swap
     num_swapped_in: int = 0  # requests that went on from there
@@ -137,7 +137,7 @@ class EngineMetrics:
     num_swapped_in: int  # requests that went on from the swap space
     prefix_cache_hit_rate: float  # tokens found cached / tokens admitted
     num_admitted_tokens: int  # of requests that looked for a prefix: at their start, and after each preemption by recompute
-    num_cached_tokens: int  # of these, those found in the prefix cache
+    num_cached_tokens: int  # of these, those found in the prefix cache, or at a sibling that uses it
     num_swap_cached_tokens: int  # of these, those found in its second tier, the swap space
     num_evicted_blocks: int  # cached blocks that the KV cache had no more room for
     kv_usage: float  # share of blocks in use

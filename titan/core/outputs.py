@@ -15,7 +15,7 @@ class RequestMetrics:
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
-    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache, or a sibling's that uses it, when it started
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache, or at a sibling that uses it, when it started
     num_preemptions: int = 0
     num_sequence_steps: int = 0  # target steps that emitted tokens for this request
     proposed_per_depth: list[int] = field(default_factory=list)  # draft tokens, entry d-1 for depth d
