@@ -35,6 +35,7 @@ from titan.core.trees import DraftTree
 from titan.memory.block_pool import hash_block, hash_root
 from titan.memory.kv_cache import KVCache
 from titan.schedule.admission import max_num_blocks
+from titan.schedule.policies.fcfs import FcfsPolicy
 from titan.schedule.policies.priority import PriorityPolicy
 from titan.schedule.scheduler import PrefillLimit, Scheduler
 
@@ -264,10 +265,9 @@ class World:
         most = self.options.max_waiting_requests + self.options.max_batch_size
         assert len(waiting) <= most or not self.is_fcfs, "only preempted ones come on top"
         assert not any(request.is_finished for request in (*running, *waiting))
-        order = [int(request.request_id) for request in (*running, *waiting)]
-        assert order == sorted(set(order)) or not self.is_fcfs, (
-            "first come, first served: who came later neither runs nor waits ahead"
-        )
+        if isinstance(policy := self.scheduler.policy, FcfsPolicy):
+            order = [int(request.request_id) for request in (*running, *policy._waiting)]
+            assert order == sorted(set(order)), "first come, first served: who came later neither runs nor waits ahead"
         for request in running:
             assert len(request.block_ids) == -(-request.num_computed_tokens // BLOCK_SIZE), "what was not accepted is given back"
         for request in waiting:

@@ -8,7 +8,6 @@ join, in the order of the policy.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 
 from titan.core.checks import shown
@@ -67,7 +66,7 @@ class Scheduler:
         policy = options.scheduling_policy
         self.policy = _POLICIES[policy]() if isinstance(policy, str) else policy
         self.swap_rule = SwapRule(options.preemption_mode, options.prefill_chunk_size or options.max_num_batched_tokens)
-        self.waiting: OrderedDict[Request, None] = OrderedDict()  # preempted ones first; the policy has its own order
+        self.waiting: dict[Request, None] = {}  # in no order that matters: the policy has its own
         self.running: list[Request] = []  # in order of their start
         self.service = ServiceLog()
         self.prefill_limit = prefill_limit
@@ -215,7 +214,6 @@ class Scheduler:
         request.metrics.num_preemptions += 1
         self.counters.num_preemptions += 1
         self._queue(request)
-        self.waiting.move_to_end(request, last=False)
 
     def update(self, plan: StepPlan, acceptance: Acceptance) -> list[Request]:
         """Advance counters, append tokens, and finish the requests that ended.
