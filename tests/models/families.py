@@ -192,6 +192,12 @@ TRANSFORMERS: Rows = {
     "flint": ("experts, windows per layer", {}),
     "glm4_moe": ("experts, partial rope", {"use_qk_norm": True}),
     "granitemoe": ("experts, scales", GRANITE),
+    "granitemoehybrid:attention": (
+        "attention in all layers, scales",
+        GRANITE
+        | {"layer_types": ["attention"] * 4, "mamba_d_head": 16, "num_local_experts": 0, "num_experts_per_tok": 0}
+        | {"position_embedding_type": "rope"},
+    ),
     "granitemoeshared": ("experts, one of them shared, scales", GRANITE),
     "hunyuan_v1_moe": ("experts, norms of queries and keys after rope", {}),
     "hy_v3": ("experts, norms of queries and keys", {}),
@@ -285,6 +291,12 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
     ),
     "bart": ("encoder and decoder", "2 of 4 layers", {"decoder_attention_heads": 4, "decoder_ffn_dim": 96, "decoder_layers": 2}),
+    "kosmos-2.5": (
+        "positions counted from the padding token",
+        "begin at 0",
+        {"text_config": {"embed_dim": 64, "layers": 2, "attention_heads": 4}}
+        | {"vision_config": {"num_hidden_layers": 1, "patch_embed_hidden_size": 32}, "latent_query_num": 4},
+    ),
     "openai-gpt": ("no KV cache", "past_key_values", {"num_hidden_layers": 2}),
     "doge": ("mask that depends on the values", "mask", {"keep_window_size": 8}),
     "bamba": ("state space", STATE, {"attn_layer_indices": [1, 3], "mamba_d_head": 16}),

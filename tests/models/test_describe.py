@@ -88,6 +88,12 @@ def test_weights_take_no_memory_where_a_model_is_described() -> None:
         assert model(input_ids=torch.zeros(1, 1, dtype=torch.int64)).logits.shape == (1, 1, 131)
 
 
+def test_of_a_family_that_mixes_states_and_attention_a_model_whose_layers_all_attend_has_keys_and_values_alone() -> None:
+    assert len(describe(tiny_config("granitemoehybrid:attention")).layers) == 4
+    with pytest.raises(ValueError, match="another state"):
+        describe(tiny_config("granitemoehybrid"))
+
+
 @pytest.mark.parametrize(("name", "is_described"), [("mixtral", True), ("gemma", False)])
 def test_configs_are_described_once_and_headers_of_weights_are_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_described: bool

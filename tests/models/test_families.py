@@ -22,6 +22,7 @@ ALWAYS = {
     "phi3:longrope",
     "falcon",
     "bloom",
+    "kosmos-2.5",
     "mamba",
 }
 

@@ -25,6 +25,8 @@ from titan.models.hf.split import find_decoder
 
 DEFAULT_POSITIONS = 2048
 """Positions of models that do not say how many they have."""
+COUNTS_FROM_PADDING = "create_position_ids_from_input_ids"
+"""Method of modules that place a token by how many are no padding, and begin behind the padding token's id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +54,14 @@ def describe(source: Any, eos_token_ids: tuple[int, ...] | None = None, *, trust
         check_quantisation(source)
     register()
     model = empty_model(source, trust_remote_code=trust_remote_code)
-    if getattr(type(model), "_is_stateful", False):
-        raise ValueError(f"{type(model).__name__} keeps another state than keys and values, which is not supported")
     text_config = model.config.get_text_config()
+    if getattr(type(model), "_is_stateful", False) and not getattr(text_config, "layer_types", None):  # else these were checked
+        raise ValueError(f"{type(model).__name__} keeps another state than keys and values, which is not supported")
+    for module in model.modules():
+        if hasattr(module, COUNTS_FROM_PADDING):
+            raise ValueError(
+                f"{type(module).__name__} counts positions from the padding token, which is not supported: they must begin at 0"
+            )
     limit = num_positions(text_config, getattr(text_config, "max_position_embeddings", None) or DEFAULT_POSITIONS)
     modules: tuple[ProbedModule, ...] = ()
     with torch.no_grad(), quiet(), probe.without_weights(model):
