@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,18 @@ from back_ends import cpu_backend
 from checkpoints import Checkpoint, make_config
 from families import FAMILIES
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 
 from titan import LLM
 from titan.core.options import ModelOptions
 from titan.model_info import model_facts
 from titan.models import loader, weights
 from titan.models.config import as_token_ids
+from titan.models.files import ModelFiles
 from titan.models.hf.describe import describe, empty_model
 from titan.models.hf.latents import absorb
 from titan.models.hf.probe import without_weights
+from titan.models.loader import open_model
 
 NUMBERS = {"longcat_flash": 2 * (16 + 8), "dbrx": 4 * 2 * 2 * 16, "jetmoe": 4 * 2 * 4 * 16}
 """Of a token in the KV of models whose experts run in loops over what was chosen; those of jetmoe's attention share no keys."""
@@ -53,6 +56,16 @@ def test_the_end_tokens_of_a_composite_config_are_those_that_transformers_takes(
     expected = GenerationConfig.from_model_config(config).eos_token_id
     assert describe(config).eos_token_ids == as_token_ids(expected)
     assert expected == (2 if outer is None else outer)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gptj", "gemma3"])
+def test_an_attention_that_a_config_names_and_that_is_not_installed_is_not_asked_for(tmp_path: Path, name: str) -> None:
+    tiny_config(name).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"attn_implementation": "flash_attention_2"}))
+    assert AutoConfig.from_pretrained(tmp_path)._attn_implementation == "flash_attention_2"
+    config = open_model(ModelFiles(str(tmp_path))).config
+    assert config.layers == describe(tiny_config(name)).layers
 
 
 class RoundedLinear(nn.Module):
