@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from back_ends import cpu_backend
+from checkpoints import Checkpoint
+from families import FAMILIES
 from interpreted import triton_backend
 from safetensors.torch import load_file, save_file
 from stepping import greedy, make_engine, run_all
@@ -113,6 +115,38 @@ def test_a_stored_head_that_differs_from_the_embedding_is_not_tied(
     assert run_all(engine, [prompt], [greedy(12, ignore_eos=True)]) == [written[0, 3:].tolist()]
     assert (head[written[0]] != model.get_input_embeddings().weight[written[0]]).any()
     assert ("runs untied" in caplog.text) == (model_impl == "native")
+
+
+def mask(num_slots: int) -> Tensor:
+    return torch.ones(1, 1, num_slots, num_slots, dtype=torch.bool).tril()
+
+
+LEFT_OVER: dict[str, dict[str, Tensor]] = {
+    "gpt2": {"transformer__h__0__attn__bias": mask(9), "transformer__h__1__attn__masked_bias": torch.tensor(-1e4)},
+    "codegen": {"transformer__h__2__attn__causal_mask": mask(9)},
+    "deepseek_v3": {"model__layers__3__mlp__down_proj__weight": torch.ones(2, 2), "model__layers__4__enorm__weight": torch.ones(2)},
+}
+"""Stored masks, and layers behind those of a model that predict further tokens."""
+
+
+@pytest.mark.parametrize("name", LEFT_OVER)
+def test_masks_and_layers_that_predict_further_tokens_may_be_left_over(tmp_path: Path, name: str) -> None:
+    checkpoint, prompt = Checkpoint(FAMILIES[name], tmp_path), [5, 6, 7]
+    checkpoint.model.config.num_nextn_predict_layers = 2
+    edit_weights(Path(checkpoint.path), **LEFT_OVER[name])
+    model = AutoModelForCausalLM.from_pretrained(checkpoint.path)
+    written = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    engine = make_engine(checkpoint.path, num_kv_blocks=16)
+    assert run_all(engine, [prompt], [greedy(12, ignore_eos=True)]) == [written[0, 3:].tolist()]
+
+
+@pytest.mark.parametrize("surplus", ["model.layers.5.enorm.weight", "model.layers.2.attn.bias", "model.layers.2.c_attn.bias"])
+def test_what_else_is_left_over_is_refused(tmp_path: Path, surplus: str) -> None:
+    checkpoint = Checkpoint(FAMILIES["deepseek_v3"], tmp_path)
+    checkpoint.model.config.num_nextn_predict_layers = 2
+    edit_weights(Path(checkpoint.path), **{surplus.replace(".", "__"): torch.ones(2)})
+    with pytest.raises(ValueError, match=f"unexpected {surplus}"):
+        make_engine(checkpoint.path, num_kv_blocks=16)
 
 
 def test_chunked_reads_give_the_whole_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

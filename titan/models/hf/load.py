@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Collection, Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -28,6 +29,9 @@ LOG = logging.getLogger(__name__)
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Names of the number of experts in configs."""
+
+STORED_MASK = re.compile(r"\battn\.(bias|masked_bias|causal_mask)$")
+"""Names of masks that old versions of transformers stored with the weights of GPT-2, GPT-J and CodeGen."""
 
 MAX_GROWTH = 1.2
 """Size of quantised weights in memory, relative to their files, above which they are said to be dequantised."""
@@ -91,7 +95,7 @@ def _read(stored: dict[str, StoredTensor], config: TransformersConfig, dtype: to
     except RuntimeError:  # it does not say which weights cannot be stacked
         _refuse(problems, config.architecture)
         raise
-    _check_report(report, config.architecture)
+    _check_report(report, config)
     give_back()
     return model.eval().requires_grad_(False)
 
@@ -110,7 +114,7 @@ def _read_quantised(folder: Path, config: TransformersConfig, dtype: torch.dtype
             trust_remote_code=config.trust_remote_code,
             **_options(backend),
         )
-    _check_report(report, config.architecture)
+    _check_report(report, config)
     model.eval().requires_grad_(False)
     for name, weight in plain_tensors(model):
         if weight.is_floating_point() and not weight.isfinite().all():
@@ -153,9 +157,19 @@ def _say_what_differs(
         )
 
 
-def _check_report(report: Mapping[str, Any], name: str) -> None:
+def _check_report(report: Mapping[str, Any], config: TransformersConfig) -> None:
     shapes = [f"{key} ({list(found)}, not {list(asked)})" for key, found, asked in report["mismatched_keys"]]
-    _refuse({MISSING: report["missing_keys"], UNEXPECTED: report["unexpected_keys"], MISSHAPEN: shapes}, name)
+    unexpected = [key for key in report["unexpected_keys"] if not _may_be_left_over(key, config.source.get_text_config())]
+    _refuse({MISSING: report["missing_keys"], UNEXPECTED: unexpected, MISSHAPEN: shapes}, config.architecture)
+
+
+def _may_be_left_over(name: str, text_config: Any) -> bool:
+    """Whether a weight that a model has no place for is a stored mask, or of the layers that predict further tokens."""
+    if (layer := re.search(r"\blayers\.(\d+)\.", name)) is None:
+        return STORED_MASK.search(name) is not None
+    num_layers: int = text_config.num_hidden_layers
+    num_further: int = getattr(text_config, "num_nextn_predict_layers", None) or 0
+    return num_layers <= int(layer[1]) < num_layers + num_further
 
 
 def _refuse(problems: Mapping[str, Collection[str]], name: str) -> None:
