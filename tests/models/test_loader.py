@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import subprocess
 import sys
@@ -182,6 +183,45 @@ def test_a_tokenizer_is_not_mistral_commons_even_if_that_is_installed(tmp_path: 
     assert AutoTokenizer.from_pretrained(tmp_path) is theirs
     tokenizer = load_tokenizer(ModelFiles(str(tmp_path)))
     assert tokenizer is not None and tokenizer.encode("the dog") == make_tokenizer().encode("the dog")
+
+
+def test_a_tokenizer_of_tekken_alone_is_not_read_without_its_beginning_of_sequence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_model(tmp_path, "mistral")
+    special = [{"rank": i, "token_str": name, "is_control": True} for i, name in enumerate(("<unk>", "<s>", "</s>"))]
+    letters = [{"rank": i, "token_bytes": base64.b64encode(bytes([i])).decode(), "token_str": None} for i in range(256)]
+    config = {"pattern": r"\S+|\s+", "default_vocab_size": 259, "default_num_special_tokens": 3, "version": "v7"}
+    (tmp_path / "tekken.json").write_text(json.dumps({"config": config, "vocab": letters, "special_tokens": special}))
+    assert AutoTokenizer.from_pretrained(tmp_path, mistral_format=False).encode("a") == [3 + ord("a")], (
+        "mistral-common's is [1, 100]"
+    )
+    assert load_tokenizer(ModelFiles(str(tmp_path))) is None
+    assert "has no tokenizer but tekken.json, which is not read: give tokenizer=... with a tokenizer.json" in caplog.text
+
+
+@pytest.mark.parametrize("missing", ["sentencepiece", "protobuf"])
+def test_what_reads_a_tokenizer_of_sentencepiece_is_named_where_it_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    for package in ("sentencepiece", "protobuf"):
+        monkeypatch.setattr(f"transformers.utils.import_utils.is_{package}_available", lambda found=package != missing: found)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
+    with pytest.raises(
+        ValueError, match=r"tokenizer\.model\): `pip install sentencepiece protobuf`, with which tokenizer\.model can be"
+    ):
+        load_tokenizer(ModelFiles(str(tmp_path)))
+
+
+@pytest.mark.parametrize("own", [None, "{{ messages }} of the tokenizer"])
+def test_a_chat_template_beside_a_tokenizer_counts_where_it_has_none(tmp_path: Path, own: str | None) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = own
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "{{ messages }} of the processor"}')
+    loaded = load_tokenizer(ModelFiles(str(tmp_path)))
+    assert loaded is not None and loaded.chat_template == (own or "{{ messages }} of the processor")
 
 
 @pytest.mark.parametrize("has_instructions", [False, True])

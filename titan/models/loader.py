@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -37,6 +38,8 @@ from titan.models.weights import fetch_weights, read_decoder, weight_files, weig
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+LOG = logging.getLogger(__name__)
+
 DEMO = "demo"
 """Name of the models that ship with the package."""
 
@@ -46,6 +49,12 @@ SAMPLING_DEFAULTS |= {"max_new_tokens": "max_tokens"}
 """Names in a generation config, and in `SamplingParams`."""
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
+CHAT_TEMPLATE = "chat_template.json"
+"""File beside a tokenizer, of models of images whose processor was saved by an old version of transformers."""
+TEKKEN = "tekken.json"
+"""File of a tokenizer of mistral-common: where transformers reads it, no beginning of sequence is put before a prompt."""
+TIKTOKEN = "tiktoken.model"
+"""The one file of this ending that is not of sentencepiece."""
 TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")
 TOKENIZER_SIGNS = ("tokenizer*", "vocab.*", "merges.txt", "spiece.model")
 """Files of which a folder with a tokenizer has at least one."""
@@ -164,6 +173,10 @@ def load_tokenizer(files: ModelFiles, *, trust_remote_code: bool = False) -> Pre
     folder = files.fetch(*TOKENIZER_FILES, *(["*.py"] if trust_remote_code else []))
     found = sorted({path.name for pattern in TOKENIZER_SIGNS for path in folder.glob(pattern)})
     if not found:
+        if (folder / TEKKEN).is_file():
+            LOG.warning(
+                "model %r has no tokenizer but %s, which is not read: give tokenizer=... with a tokenizer.json", name, TEKKEN
+            )
         return None
     try:
         with _TRANSFORMERS_LOCK:
@@ -183,10 +196,23 @@ def load_tokenizer(files: ModelFiles, *, trust_remote_code: bool = False) -> Pre
                 f"model {name!r} has a {TOKENIZER_CONFIG} with auto_map={shown(auto_map)}, and transformers has no such "
                 f"tokenizer: code of checkpoints is run only with trust_remote_code=True"
             ) from error
-        raise ValueError(f"model {name!r} has a tokenizer that cannot be read ({some(found)}): {one_line(error)}") from error
+        raise ValueError(
+            f"model {name!r} has a tokenizer that cannot be read ({some(found)}): {_missing_reader(found) or one_line(error)}"
+        ) from error
     if tokenizer.get_vocab().keys() <= {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}:
         raise ValueError(f"model {name!r} has a tokenizer without a vocabulary ({some(found)}): it knows special tokens only")
+    if tokenizer.chat_template is None and (folder / CHAT_TEMPLATE).is_file():
+        tokenizer.chat_template = files.read_json(CHAT_TEMPLATE).get("chat_template")
     return tokenizer
+
+
+def _missing_reader(found: list[str]) -> str | None:
+    """Return what to install, if files of a tokenizer are read by packages that are not there; transformers names another."""
+    from transformers.utils.import_utils import is_protobuf_available, is_sentencepiece_available
+
+    is_read = "tokenizer.json" in found or (is_sentencepiece_available() and is_protobuf_available())
+    pieces = [each for each in found if each.endswith(".model") and each != TIKTOKEN]
+    return f"`pip install sentencepiece protobuf`, with which {some(pieces)} can be read" if pieces and not is_read else None
 
 
 def download(path_or_id: str, revision: str | None, model_impl: str = "auto", *, trust_remote_code: bool = False) -> str:
