@@ -238,6 +238,14 @@ CONFIG_ALONE: dict[str, tuple[dict[str, Any], str]] = {
     "no language model": ({"model_type": "vit"}, "model_type='vit' is none of transformers' causal language models, nor ..."),
     "images without a language model's config": ({"model_type": "idefics"}, "...nor of its ... whose config has one of a ..."),
     "a language model beside sound": ({"model_type": "qwen2_audio"}, "model_type='qwen2_audio' is none of transformers' ..."),
+    "a head inside another model": (
+        {"model_type": "blip-2"},
+        "decoder and head of Blip2ForConditionalGeneration do not run apart, which is not supported: ...",
+    ),
+    "a head that is no module of the model": (
+        {"model_type": "blip"},
+        "decoder and head of BlipForConditionalGeneration do not run apart, which is not supported: ...",
+    ),
     "encoder-decoder": ({"model_type": "t5"}, "model_type='t5' is an encoder-decoder, which is not supported"),
     "ALiBi": ({"model_type": "bloom"}, "model_type='bloom' has ALiBi, which is not supported: it must take position ids"),
     "state space": (

@@ -14,6 +14,7 @@ import torch
 
 from titan.core.attention import LayerSpec
 from titan.models.config import ModelConfig, check_heads, end_tokens, named_dtype, num_positions, within
+from titan.models.files import one_line
 from titan.models.hf import interface, probe
 from titan.models.hf.checks import check_config
 from titan.models.hf.composite import composite_class
@@ -21,7 +22,7 @@ from titan.models.hf.experts import run_experts, set_experts
 from titan.models.hf.gathered import ShapeCache
 from titan.models.hf.probe import ProbedModule
 from titan.models.hf.quantised import check_quantisation
-from titan.models.hf.split import find_decoder
+from titan.models.hf.split import Head, find_decoder
 
 DEFAULT_POSITIONS = 2048
 """Positions of models that do not say how many they have."""
@@ -64,7 +65,7 @@ def describe(source: Any, eos_token_ids: tuple[int, ...] | None = None, *, trust
             )
     limit = num_positions(text_config, getattr(text_config, "max_position_embeddings", None) or DEFAULT_POSITIONS)
     modules: tuple[ProbedModule, ...] = ()
-    with torch.no_grad(), quiet(), probe.without_weights(model):
+    with torch.no_grad(), quiet(), probe.without_weights(model), _naming_class(model):
         if model._can_set_attn_implementation():
             modules = tuple(each._replace(spec=within(each.spec, limit)) for each in _probe_modules(model, text_config))
             layers, traits = tuple(each.spec for each in modules if each.source is None), {"transformers"}
@@ -72,6 +73,8 @@ def describe(source: Any, eos_token_ids: tuple[int, ...] | None = None, *, trust
                 check_heads(each.num_heads, each.num_kv_heads)
         else:
             layers, traits = _probe_cache(model, text_config), {"transformers", "own_attention"}
+        hidden = torch.zeros(1, model.get_output_embeddings().weight.shape[1])
+        Head(model, find_decoder(model), hidden.device)(hidden)
     return TransformersConfig(
         architecture=type(model).__name__,
         vocab_size=text_config.vocab_size,
@@ -147,6 +150,19 @@ def _end_tokens(config: Any) -> Any:
     """Return those of a config, or else of its language model's within it, as transformers' generation takes them."""
     own, inner = (getattr(each, "eos_token_id", None) for each in (config, config.get_text_config()))
     return inner if own is None else own
+
+
+@contextmanager
+def _naming_class(model: Any) -> Iterator[None]:
+    """Say of which model it is that its decoder or its head does not run, if it is not for a known reason."""
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"decoder and head of {type(model).__name__} do not run apart, which is not supported: {one_line(error)}"
+        ) from error
 
 
 @contextmanager
