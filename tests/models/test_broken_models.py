@@ -150,6 +150,11 @@ BROKEN: dict[str, tuple[Damage, str]] = {
         weights(lm_head__weight=None, gate__weight=torch.ones(1)),
         "has weights that do not fit LlamaForCausalLM: missing lm_head.weight; unexpected gate.weight",
     ),
+    "names without a prefix": (
+        weights(model__norm__weight=None, norm__weight=torch.ones(48)),
+        "has weights that do not fit LlamaForCausalLM: missing model.norm.weight; unexpected norm.weight; "
+        "model_impl='transformers' takes names without 'model.' as well",
+    ),
     "many missing": (config(num_hidden_layers=5), "has weights that do not fit ... and 13 more; unexpected none"),
     "shape": (
         weights(model__norm__weight=torch.ones(7)),
@@ -157,7 +162,8 @@ BROKEN: dict[str, tuple[Damage, str]] = {
     ),
     "integers": (
         weights(model__norm__weight=torch.ones(48, dtype=torch.int8)),
-        "has weight 'model.norm.weight' of dtype I8 in model.safetensors, which is not supported: it must be one of BF16, F16, F32",
+        "has weight 'model.norm.weight' of dtype I8 in model.safetensors, which is not supported: it must be one of BF16, F16, "
+        "F32, unless model_impl='transformers'",
     ),
     "NaN": (weights(model__norm__weight=torch.full((48,), torch.nan)), f"has weight 'model.norm.weight' {NOT_FINITE}"),
     "infinity": (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -116,6 +117,34 @@ def test_a_stored_head_that_differs_from_the_embedding_is_not_tied(
     assert run_all(engine, [prompt], [greedy(12, ignore_eos=True)]) == [written[0, 3:].tolist()]
     assert (head[written[0]] != model.get_input_embeddings().weight[written[0]]).any()
     assert ("runs untied" in caplog.text) == (model_impl == "native")
+
+
+def test_what_to_do_with_pickled_weights_is_said_and_helps(tmp_path: Path) -> None:
+    model, prompt = make_model(tmp_path), [5, 6, 7]
+    written = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    advice = f"AutoModelForCausalLM.from_pretrained({str(tmp_path)!r}).save_pretrained(...)"
+    with pytest.raises(ValueError, match=re.escape(f"(found pytorch_model.bin); transformers writes them: {advice}")):
+        make_engine(str(tmp_path), num_kv_blocks=8)
+    AutoModelForCausalLM.from_pretrained(str(tmp_path)).save_pretrained(tmp_path / "new")
+    engine = make_engine(str(tmp_path / "new"), num_kv_blocks=8)
+    assert run_all(engine, [prompt], [greedy(12, ignore_eos=True)]) == [written[0, 3:].tolist()]
+
+
+@pytest.mark.parametrize("what", ["float64", "names without a prefix"])
+def test_weights_that_titans_decoder_does_not_read_and_transformers_does_are_told_so(tmp_path: Path, what: str) -> None:
+    model, prompt = make_model(tmp_path), [5, 6, 7]
+    written = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    whole, path = load_file(tmp_path / "model.safetensors"), tmp_path / "model.safetensors"
+    changed = {name.removeprefix("model."): each for name, each in whole.items()}
+    if what == "float64":
+        changed = {name: each.double() for name, each in whole.items()}
+    save_file(changed, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="model_impl='transformers'"):
+        make_engine(str(tmp_path), num_kv_blocks=8)
+    engine = make_engine(str(tmp_path), num_kv_blocks=8, model_impl="transformers")
+    assert run_all(engine, [prompt], [greedy(12, ignore_eos=True)]) == [written[0, 3:].tolist()]
 
 
 def mask(num_slots: int) -> Tensor:

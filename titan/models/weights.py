@@ -166,10 +166,12 @@ def _find_tensors(files: ModelFiles, dtypes: Collection[str] | None = WEIGHT_DTY
     for file in (folder / each for each in names):
         if not file.is_file():
             found = [each for each in files.names() if each.endswith((".bin", ".safetensors", ".pt", ".pth"))]
+            is_pickled = any(each.startswith("pytorch_model") for each in found)
             raise ValueError(
                 no_model(files)
                 or f"model {name!r} has no weight file {file.name}: weights must be in {SINGLE_WEIGHT_FILE} "
                 f"or in the files of {WEIGHT_INDEX}, unless {CONFIG} has {CHOSEN_WEIGHTS} (found {some(found)})"
+                + f"; transformers writes them: AutoModelForCausalLM.from_pretrained({name!r}).save_pretrained(...)" * is_pickled
             )
         try:
             with safe_open(file, framework="pt") as reader:
@@ -179,7 +181,7 @@ def _find_tensors(files: ModelFiles, dtypes: Collection[str] | None = WEIGHT_DTY
                     if dtypes is not None and dtype not in dtypes:
                         raise ValueError(
                             f"model {name!r} has weight {key!r} of dtype {dtype} in {file.name}, which is not "
-                            f"supported: it must be one of {', '.join(sorted(dtypes))}"
+                            f"supported: it must be one of {', '.join(sorted(dtypes))}, unless model_impl='transformers'"
                         )
                     tensors[key] = _StoredTensor(name, file, key, tuple(stored.get_shape()), dtype)
         except (SafetensorError, OSError) as error:
@@ -273,9 +275,12 @@ def _check_weights(
     missing = sorted(destinations.keys() - tensors.keys())
     unexpected = sorted(tensors.keys() - destinations.keys() - ignored)
     if missing or unexpected:
+        lacks_prefix = any(f"model.{key}" in destinations for key in unexpected)
         raise ValueError(
             f"model {name!r} has weights that do not fit {config.architecture}: "
             f"missing {some(missing)}; unexpected {some(unexpected)}"
+            + "; model_impl='transformers' takes names without 'model.' as well"
+            * lacks_prefix
         )
     for key, destination in destinations.items():
         if (tensor := tensors[key]).shape != destination.shape:
