@@ -166,12 +166,12 @@ def _find_tensors(files: ModelFiles, dtypes: Collection[str] | None = WEIGHT_DTY
     for file in (folder / each for each in names):
         if not file.is_file():
             found = [each for each in files.names() if each.endswith((".bin", ".safetensors", ".pt", ".pth"))]
-            is_pickled = any(each.startswith("pytorch_model") for each in found)
+            way = f"; transformers writes them: AutoModelForCausalLM.from_pretrained({name!r}).save_pretrained(...)"
+            advice = way if any(each.startswith("pytorch_model") for each in found) else ""
             raise ValueError(
                 no_model(files)
                 or f"model {name!r} has no weight file {file.name}: weights must be in {SINGLE_WEIGHT_FILE} "
-                f"or in the files of {WEIGHT_INDEX}, unless {CONFIG} has {CHOSEN_WEIGHTS} (found {some(found)})"
-                + f"; transformers writes them: AutoModelForCausalLM.from_pretrained({name!r}).save_pretrained(...)" * is_pickled
+                f"or in the files of {WEIGHT_INDEX}, unless {CONFIG} has {CHOSEN_WEIGHTS} (found {some(found)}){advice}"
             )
         try:
             with safe_open(file, framework="pt") as reader:
@@ -276,11 +276,10 @@ def _check_weights(
     unexpected = sorted(tensors.keys() - destinations.keys() - ignored)
     if missing or unexpected:
         lacks_prefix = any(f"model.{key}" in destinations for key in unexpected)
+        advice = "; model_impl='transformers' takes names without 'model.' as well" if lacks_prefix else ""
         raise ValueError(
             f"model {name!r} has weights that do not fit {config.architecture}: "
-            f"missing {some(missing)}; unexpected {some(unexpected)}"
-            + "; model_impl='transformers' takes names without 'model.' as well"
-            * lacks_prefix
+            f"missing {some(missing)}; unexpected {some(unexpected)}{advice}"
         )
     for key, destination in destinations.items():
         if (tensor := tensors[key]).shape != destination.shape:
