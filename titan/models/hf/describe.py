@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from titan.core.attention import LayerSpec
 from titan.models.config import ModelConfig, check_heads, end_tokens, named_dtype, num_positions, within
@@ -65,6 +66,8 @@ def describe(source: Any, eos_token_ids: tuple[int, ...] | None = None, *, trust
             )
     limit = num_positions(text_config, getattr(text_config, "max_position_embeddings", None) or DEFAULT_POSITIONS)
     modules: tuple[ProbedModule, ...] = ()
+    decoder, hidden = find_decoder(model), list[Tensor]()
+    decoder.register_forward_hook(lambda _module, _args, output: hidden.append(output.last_hidden_state[0]))
     with torch.no_grad(), quiet(), probe.without_weights(model), _naming_class(model):
         if model._can_set_attn_implementation():
             modules = tuple(each._replace(spec=within(each.spec, limit)) for each in _probe_modules(model, text_config))
@@ -73,8 +76,7 @@ def describe(source: Any, eos_token_ids: tuple[int, ...] | None = None, *, trust
                 check_heads(each.num_heads, each.num_kv_heads)
         else:
             layers, traits = _probe_cache(model, text_config), {"transformers", "own_attention"}
-        hidden = torch.zeros(1, model.get_output_embeddings().weight.shape[1])
-        Head(model, find_decoder(model), hidden.device)(hidden)
+        Head(model, decoder, hidden[-1].device)(hidden[-1])
     return TransformersConfig(
         architecture=type(model).__name__,
         vocab_size=text_config.vocab_size,
