@@ -82,7 +82,6 @@ def test_a_shape_is_a_name_or_parents(
         (["--show-tree"], "--show-tree has no trees to show without a draft"),
         (["--compare"], "--compare has no speculation to compare without a draft"),
         (["--compare", "--draft-model", "ngram", "--speculation", "off"], "--compare has no speculation to compare without"),
-        (["--show-tree", "--draft-model", "ngram", "--max-draft-tokens", "0"], "--show-tree has no trees to show without a draft"),
         (["--show-tree", "--draft-model", "ngram", "--speculation", "off"], "--show-tree has no trees to show without a draft"),
     ],
 )

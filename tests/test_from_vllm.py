@@ -178,7 +178,7 @@ def lookup(**lengths: Any) -> dict[str, Any]:
         (
             {"speculative_config": {"model": "m", "num_speculative_tokens": 99}},
             None,
-            r"speculative_config\['num_speculative_tokens'\]=99 .* from 0 to 63",
+            r"speculative_config\['num_speculative_tokens'\]=99 .* from 1 to 63",
         ),
         (lookup(max=2.5), None, r"speculative_config\['prompt_lookup_max'\]=2.5 is not allowed: it must be an integer >= 1"),
         (lookup(min=True), None, r"speculative_config\['prompt_lookup_min'\]=True is not allowed: it must be an integer >= 1"),

@@ -88,7 +88,7 @@ def test_no_graph_is_captured_while_memory_is_measured(zoo: Zoo, device: Device)
 
 
 def test_passes_stay_within_the_models_positions(zoo: Zoo, device: Device) -> None:
-    options = {"max_batch_size": 2, "max_num_batched_tokens": 2048, "max_draft_tokens": 0}
+    options = {"max_batch_size": 2, "max_num_batched_tokens": 2048, "speculation": "off"}
     make_engine(zoo.path("short"), backend=triton_backend(), **options)
     assert device.passes == [(2 * 40, 2, 2)]
 

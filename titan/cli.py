@@ -236,13 +236,11 @@ def _generate(args: argparse.Namespace) -> int:
     draft_model = args.draft_model
     if draft_model is None:
         draft_model = "demo" if args.model == "demo" else "none"
-    if draft_model == "none" or args.max_draft_tokens == 0 or args.speculation == "off":
+    if draft_model == "none" or args.speculation == "off":
         for option, lacks in {"show_tree": "trees to show", "compare": "speculation to compare"}.items():
             if getattr(args, option):
-                raise ValueError(
-                    f"--{option.replace('_', '-')} has no {lacks} without a draft: give --draft-model, --max-draft-tokens of 1 or "
-                    f"more, and no --speculation off"
-                )
+                name = option.replace("_", "-")
+                raise ValueError(f"--{name} has no {lacks} without a draft: give --draft-model, and no --speculation off")
     params = SamplingParams(**{name: getattr(args, name) for name in SAMPLING_OPTIONS})
     options = {name: getattr(args, name) for name in ENGINE_OPTIONS}
     draft = None if draft_model == "none" else draft_model

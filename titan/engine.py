@@ -104,7 +104,7 @@ class Engine:
         self.backend.check_limits(block_size=block_size, max_batch_size=max_batch_size)
         if isinstance(policy := config.schedule.scheduling_policy, SchedulingPolicy):
             self._claims.take("scheduling_policy", policy)
-        is_drafting = config.speculation.speculation != "off" and config.speculation.max_draft_tokens > 0
+        is_drafting = config.speculation.speculation != "off"
         self.model_config = model.config
         self.dtype = run_dtype(config.model.dtype, model, self.backend) if isinstance(model, Checkpoint) else model.dtype
         self.max_model_len = _max_model_len(config.model, self.model_config)
@@ -266,8 +266,6 @@ class Engine:
         """
         if self.config.speculation.speculation == "off":
             raise ValueError("swap_draft() contradicts speculation='off': allowed with 'adaptive' and 'fixed'")
-        if self.config.speculation.max_draft_tokens == 0:
-            raise ValueError("swap_draft() contradicts max_draft_tokens=0: allowed with at least 1")
         block_bytes_before = self.kv.bytes_per_block
         with self.backend.active():
             drafter = self._open_drafter(draft)()

@@ -211,7 +211,7 @@ class LLM:
 
         Raises:
             ValueError: the draft cannot be used, there is too little memory for its KV, or the engine never drafts
-                (``speculation="off"`` or ``max_draft_tokens=0``); the current one then stays.
+                (``speculation="off"``); the current one then stays.
         """
         draft = _as_draft(draft_model)
         self.frontend.loop.between_steps(lambda: self.engine.swap_draft(draft))

@@ -69,7 +69,7 @@ def _speculation(name: str, config: Any) -> dict[str, Any]:
         method = "ngram" if model in PROMPT_LOOKUP else "draft_model"
     options: dict[str, Any] = {}
     if (num_tokens := config.get("num_speculative_tokens")) is not None:
-        options["max_draft_tokens"] = check_integer(f"{name}['num_speculative_tokens']", num_tokens, 0, MAX_NODES)
+        options["max_draft_tokens"] = check_integer(f"{name}['num_speculative_tokens']", num_tokens, 1, MAX_NODES)
     given = [key for key in ("prompt_lookup_min", "prompt_lookup_max") if config.get(key) is not None]
     check_choice(f"{name}['method']", method, ("draft_model", "ngram"))
     if model is not None and (model in PROMPT_LOOKUP) != (method == "ngram"):

@@ -179,7 +179,7 @@ def test_the_interval_is_that_of_all_resamples(num_rounds: int) -> None:
         (["--draft-model", "ngram", "--mixed"], "--mixed needs a draft model: --draft-model ngram is none"),
         (["--draft-model", "ngram", "--hopeless"], "model 'ngram'"),
         (["--hopeless", "--mixed"], "argument --mixed: not allowed with argument --hopeless"),
-        (["--fixed", "64"], "max_draft_tokens=64 is not allowed: it must be an integer from 0 to 63"),
+        (["--fixed", "64"], "max_draft_tokens=64 is not allowed: it must be an integer from 1 to 63"),
         (["--first-steps", "0"], "argument --first-steps: 0 is not allowed: it must be an integer of at least 1"),
         (["--first-steps", "5", "--fixed", "1"], "--fixed is not allowed with --first-steps: it would have no effect"),
         (["--quick", "--first-steps", "5", "--waves", "2"], "--waves is not allowed with --first-steps"),

@@ -167,7 +167,7 @@ def test_a_sampled_output_is_its_own_whatever_the_neighbours_chunks_and_preempti
     assert chunked.counters.num_preemptions > len(PROMPTS) / 2
 
 
-@pytest.mark.parametrize("max_draft_tokens", [0, 2, 6, 20])
+@pytest.mark.parametrize("max_draft_tokens", [2, 6, 20])
 @pytest.mark.parametrize("speculation", ["adaptive", "fixed"])
 def test_the_tokens_of_a_seed_depend_on_nothing_but_their_request(zoo: Zoo, speculation: str, max_draft_tokens: int) -> None:
     """Where drafts may be sampled, too: those of requests with a seed of their own are not."""
@@ -176,7 +176,7 @@ def test_the_tokens_of_a_seed_depend_on_nothing_but_their_request(zoo: Zoo, spec
     engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **AMPLE | options)
     assert run_all(engine, PROMPTS, SAMPLED) == plain
     assert [run_all(engine, [prompt], [params])[0] for prompt, params in zip(PROMPTS, SAMPLED, strict=True)] == plain
-    assert speculation == "adaptive" or (sum(engine.counters.accepted_per_depth) > 20) == (max_draft_tokens > 0)
+    assert speculation == "adaptive" or sum(engine.counters.accepted_per_depth) > 20
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -125,7 +125,7 @@ class SpeculationOptions:
             model.
         speculation_target: what "adaptive" maximises: "throughput", tokens per second of all requests together, or "latency", the
             geometric mean of the requests' tokens per second.
-        max_draft_tokens: maximum draft tokens per request and step, 0 to 63.
+        max_draft_tokens: maximum draft tokens per request and step, 1 to 63.
         draft_tree: shape of the draft tree: "chain"; "dynamic", grown by the draft's cumulative probability; a list of parents
             (-1 = the root); or "auto", chosen per request and step.
         draft_sampling: "greedy" proposes the draft's most likely tokens, "sampled" samples them at the request's temperature,
@@ -144,7 +144,7 @@ class SpeculationOptions:
             self,
             speculation=check_choice("speculation", self.speculation, SPECULATIONS),
             speculation_target=check_choice("speculation_target", self.speculation_target, SPECULATION_TARGETS),
-            max_draft_tokens=check_integer("max_draft_tokens", self.max_draft_tokens, 0, MAX_NODES),
+            max_draft_tokens=check_integer("max_draft_tokens", self.max_draft_tokens, 1, MAX_NODES),
             draft_tree=as_list(self.draft_tree),
             draft_sampling=check_choice("draft_sampling", self.draft_sampling, DRAFT_SAMPLINGS),
         )
