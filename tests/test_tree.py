@@ -60,20 +60,32 @@ def test_numbers_of_other_dtypes_become_those_of_trees() -> None:
 @pytest.mark.parametrize(
     ("token_ids", "parent_of", "others", "message"),
     [
-        ([5, 6], [-1], {}, "token_ids has 2 nodes but parents has 1: they must be equal"),
-        ([5], [-1], {"draft_slots": np.zeros(2)}, "token_ids has 1 nodes but draft_slots has 2: they must be equal"),
-        ([5], [-1], {"scores": np.zeros(2)}, "token_ids has 1 nodes but scores has 2: they must be equal"),
+        ([5, 6], [-1], {}, "parents has shape [1]: it must be [2], one per node"),
+        ([[5]], [-1], {}, "token_ids has shape [1, 1]: it must be [1], one per node"),
+        ([5], [[-1]], {}, "parents has shape [1, 1]: it must be [1], one per node"),
+        ([5], [-1], {"draft_slots": np.zeros(2)}, "draft_slots has shape [2]: it must be [1], one per node"),
+        ([5], [-1], {"draft_slots": np.zeros((1, 1))}, "draft_slots has shape [1, 1]: it must be [1], one per node"),
+        ([5], [-1], {"scores": np.zeros(2)}, "scores has shape [2]: it must be [1], one per node"),
+        ([5], [-1], {"scores": np.zeros((1, 1))}, "scores has shape [1, 1]: it must be [1], one per node"),
+        ([1.5], [-1], {}, "token_ids has [1.5]: they must be integers"),
+        ([5], [-1], {"draft_slots": np.array([0.5])}, "draft_slots has [0.5]: they must be integers"),
         ([5] * 64, range(-1, 63), {}, "a draft tree of 64 nodes is too large: at most 63 are allowed"),
         ([5, 6], [-1, 1], {}, "parents=[-1, 1] is not topological: -1 <= parents[i] < i must hold"),
         ([5, 6], [0, 0], {}, "parents=[0, 0] is not topological"),
         ([5, 6], [-2, 0], {}, "parents=[-2, 0] is not topological"),
         ([5, 6], [-1, 0], {"draft_probs": torch.ones(1, 8)}, "draft_probs has 1 rows: the tree has 2 nodes with children"),
-        ([5], [-1], {"draft_probs": torch.ones(1, 8).double()}, "draft_probs is torch.float64: it must be torch.float32"),
+        ([5], [-1], {"draft_probs": torch.ones(1, 8).double()}, "draft_probs is a Tensor of torch.float64: it must be a torch"),
+        ([5], [-1], {"draft_probs": np.ones((1, 8), np.float32)}, "draft_probs is a ndarray of float32: it must be a"),
     ],
 )
-def test_what_is_no_tree_is_refused(token_ids: list[int], parent_of: Any, others: dict[str, Any], message: str) -> None:
+def test_what_is_no_tree_is_refused(token_ids: list[Any], parent_of: Any, others: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         DraftTree(np.array(token_ids), np.array(parent_of, np.int32), **others)
+
+
+def test_a_chain_of_fractions_is_refused() -> None:
+    with pytest.raises(ValueError, match=re.escape("token_ids has [1.0, 2.5]: they must be integers")):
+        DraftTree.chain(np.array([1, 2.5]))
 
 
 # the trees of a step
@@ -120,6 +132,7 @@ def test_trees_are_joined_as_they_are() -> None:
 
 
 NO_DISTRIBUTIONS = "gave draft_probs that are no distributions: each row must have numbers from 0 on that add up to 1"
+EQUAL = "token ids [1, 1, 1] and parents [-1, 0, -1]: siblings must be sampled without replacement"
 MISPLACED = "they must be [nodes with children, 9] on cpu, at temperatures above 0 only"
 
 
@@ -147,6 +160,7 @@ def second(**changes: Any) -> list[DraftTree]:
         (second(scores=np.array([-0.5, -0.5, 0.25], np.float32)), "gave scores [-0.5, -0.5, 0.25]: allowed are cumulative"),
         (second(draft_slots=np.array([0, -2, -1])), "gave draft_slots [0, -2, -1]: allowed are -1 to 62"),
         (second(token_ids=np.array([1, 2, 2])), "gave draft_probs that are 0 at tokens that were sampled: q must be above 0 there"),
+        (second(token_ids=np.array([1, 1, 1])), f"gave draft_probs for equal siblings, with {EQUAL}"),
         (second(draft_probs=Q.where(Q > 0, torch.nan)), NO_DISTRIBUTIONS),
         (second(draft_probs=Q.where(Q > 0, torch.inf)), NO_DISTRIBUTIONS),
         (second(draft_probs=Q + 0.1 * torch.eye(9)[4] - 0.1 * torch.eye(9)[5]), NO_DISTRIBUTIONS),

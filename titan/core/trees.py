@@ -94,7 +94,8 @@ class DraftTree:
             KV of the node; ``None``: no KV of any node.
 
     Raises:
-        ValueError: lengths differ, there are too many nodes, the parents are not topological, or draft_probs has another dtype.
+        ValueError: shapes differ, numbers are not whole, there are too many nodes, the parents are not topological, or draft_probs
+            is no tensor of this dtype.
     """
 
     token_ids: Ints
@@ -106,24 +107,34 @@ class DraftTree:
 
     def __post_init__(self) -> None:
         dtypes = {"token_ids": np.int64, "parents": np.int32, "draft_slots": np.int32, "scores": np.float32}
+        num_nodes = self.num_nodes
         for name, dtype in dtypes.items():
-            if (values := getattr(self, name)) is not None:
-                object.__setattr__(self, name, np.asarray(values, dtype))
-                if len(values) != self.num_nodes:
-                    raise ValueError(f"token_ids has {self.num_nodes} nodes but {name} has {len(values)}: they must be equal")
+            if getattr(self, name) is None:
+                continue
+            given = np.asarray(getattr(self, name))
+            if given.shape != (num_nodes,):
+                raise ValueError(f"{name} has shape {list(given.shape)}: it must be [{num_nodes}], one per node")
+            values = given.astype(dtype, copy=False)
+            if values is not given and dtype != np.float32 and (values != given).any():
+                raise ValueError(f"{name} has {given.tolist()}: they must be integers")
+            object.__setattr__(self, name, values)
         object.__setattr__(self, "topology", topology(self.parents.tobytes()))
         if self.draft_probs is None:
             return
+        if not isinstance(self.draft_probs, Tensor) or self.draft_probs.dtype != torch.float32:
+            found = getattr(self.draft_probs, "dtype", None)
+            raise ValueError(
+                f"draft_probs is a {type(self.draft_probs).__name__} of {found}: it must be a torch tensor of torch.float32, as it "
+                f"was sampled from"
+            )
         num_inner = len(self.topology.inner)
         if len(self.draft_probs) != num_inner:
             raise ValueError(f"draft_probs has {len(self.draft_probs)} rows: the tree has {num_inner} nodes with children")
-        if self.draft_probs.dtype != torch.float32:
-            raise ValueError(f"draft_probs is {self.draft_probs.dtype}: it must be torch.float32, as it was sampled from")
 
     @classmethod
     def chain(cls, token_ids: Sequence[int] | Ints, draft_probs: Tensor | None = None) -> DraftTree:
         """Return the tree in which each token follows the one before it."""
-        return cls(np.asarray(token_ids, np.int64), chain_parents(len(token_ids)), draft_probs)
+        return cls(np.asarray(token_ids), chain_parents(len(token_ids)), draft_probs)
 
     @property
     def num_nodes(self) -> int:
@@ -243,7 +254,7 @@ class DraftTrees:
 
         Tokens, slots, shapes, scores and q are checked for `DraftTree`s. `DraftTrees`, whose values may be on a device, are checked
         for shapes, dtypes and devices; the drafter is responsible for the values: tokens of the vocabulary, parents before their
-        children, no score above its parent's, and rows of q that exist, at the roots of sampled trees too.
+        children, no score above its parent's, no equal siblings in sampled trees, and rows of q that exist, at their roots too.
 
         Args:
             proposal: one tree per row of the plan, or all of them ready on the device.
@@ -405,6 +416,11 @@ def _check_tree(
         raise ValueError(
             f"the drafter {drafter!r} gave draft_probs that are no distributions: each row must have numbers from 0 on that add up "
             f"to 1"
+        )
+    if len(set(zip(tree.parents.tolist(), token_ids.tolist(), strict=True))) < tree.num_nodes:
+        raise ValueError(
+            f"the drafter {drafter!r} gave draft_probs for equal siblings, with token ids {token_ids.tolist()} and parents "
+            f"{tree.parents.tolist()}: siblings must be sampled without replacement"
         )
     rows = torch.from_numpy(tree.topology.inner_rows[1 + tree.parents]).to(device)
     q = probs[rows, torch.from_numpy(token_ids).to(device)]
