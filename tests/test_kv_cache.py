@@ -12,7 +12,7 @@ from stepping import host_trees
 
 from titan.core.kv_tensor import KVGroup, KVLayout, KVTensor
 from titan.core.outputs import RequestMetrics
-from titan.core.request import Request
+from titan.core.request import Request, make_siblings
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import EMPTY_TREE, DraftTree, chain_parents
@@ -73,7 +73,7 @@ def test_a_match_never_covers_the_root_and_counts_as_drafted_only_where_the_pres
 def test_a_sibling_takes_only_what_is_computed_and_covered_by_the_draft(ops: Mock) -> None:
     kv = KVCache(8, 4, enable_prefix_caching=False, ops=ops)
     first, second = compute(kv, 15, num_drafted=7), make_request(range(15))
-    second.siblings = (first, second)
+    make_siblings(first, second)
     kv.match_prefix(second)
     assert (second.block_ids, second.num_computed_tokens, second.num_drafted_context) == (first.block_ids[:3], 12, 4)
     assert second.num_cached_blocks == 0
@@ -90,7 +90,7 @@ def test_a_sibling_takes_blocks_of_its_sibling_then_cached_ones_then_those_of_th
     kv.pool.forget_cached()
     cached = compute(kv, 13, num_drafted=12)
     first, second = make_request(range(18)), make_request(range(18))
-    first.siblings = second.siblings = (first, second)
+    make_siblings(first, second)
     assert kv.reserve(first, 9)
     first.commit(9)
     first.cover_draft(num_drafted)
@@ -104,7 +104,7 @@ def test_a_sibling_takes_blocks_of_its_sibling_then_cached_ones_then_those_of_th
 
 def test_siblings_hash_the_blocks_of_their_prompt_once(kv: KVCache, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = compute(kv, 13), make_request(range(13))
-    first.siblings = second.siblings = (first, second)
+    make_siblings(first, second)
     monkeypatch.setattr("titan.memory.prefix.hash_block", hashing := Mock(wraps=hash_block))
     kv.admit(second)
     assert second.block_hashes == first.block_hashes and len(first.block_hashes) == 3 and not hashing.called
@@ -118,8 +118,7 @@ def test_siblings_hash_the_blocks_of_their_prompt_once(kv: KVCache, monkeypatch:
 def test_who_needs_logits_of_the_prompt_awaits_no_sibling_for_it(kv: KVCache) -> None:
     """Such as one that has been preempted: what the sibling computes is of no use to it."""
     first, second, third = (make_request(range(15)) for _ in range(3))
-    for each in (first, second, third):
-        each.siblings = (first, second, third)
+    make_siblings(first, second, third)
     first.prompt_logprobs = [None]
     assert kv.reserve(second, 8)
     second.commit(8)
@@ -138,7 +137,7 @@ def test_a_sibling_gets_a_copy_of_the_last_block_of_the_prompt(
     for role in ("target", "draft"):
         kv.attach(role, KVTensor(LAYOUT, 9, 4, CPU))  # type: ignore[arg-type]
     first, second, third = (make_request(range(num_tokens)) for _ in range(3))
-    second.siblings = first.siblings = (first, second)
+    make_siblings(first, second)
     first.token_ids.append(99)  # else the prompt's last token cannot be computed
     assert kv.reserve(first, num_tokens + 3)
     first.commit(num_tokens - 2)
@@ -221,7 +220,7 @@ def test_a_sibling_gets_nothing_from_one_that_is_swapped_out(ops: Mock) -> None:
     kv = KVCache(8, 4, enable_prefix_caching=False, ops=ops)
     kv.resize_swap_space(8, ())
     first, second = compute(kv, 15, num_drafted=11), make_request(range(15))
-    first.siblings = second.siblings = (first, second)
+    make_siblings(first, second)
     assert kv.swap_out(first)
     kv.admit(second)
     assert (second.block_ids.tolist(), second.num_computed_tokens, second.num_drafted_context) == ([], 0, 0)
@@ -349,7 +348,7 @@ def test_a_tail_that_cannot_be_copied_is_computed_and_the_full_blocks_stay_share
     kv: KVCache, ops: Mock, error: type[Exception]
 ) -> None:
     first, second = make_request(range(11)), make_request(range(11))
-    first.siblings = second.siblings = (first, second)
+    make_siblings(first, second)
     assert kv.reserve(first, 11)
     first.commit(10)
     ops.copy_blocks.side_effect = error

@@ -27,7 +27,7 @@ from titan.core.kv_tensor import KVGroup, KVLayout, KVTensor, Role
 from titan.core.metrics import EngineCounters
 from titan.core.options import ScheduleOptions
 from titan.core.outputs import RequestMetrics
-from titan.core.request import Request
+from titan.core.request import Request, make_siblings
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import Acceptance, StepPlan
 from titan.core.terms import PRIORITIES, RequestTerms
@@ -110,9 +110,9 @@ class World:
             )
             for index in range(params.n)
         )  # fmt: skip
+        if params.n > 1:
+            make_siblings(*family)
         for request in family:
-            if params.n > 1:
-                request.siblings = family
             self.scheduler.add(request)
             self.requests.append(request)
         return family[0]
@@ -275,6 +275,7 @@ class World:
             assert len(request.swapped_block_ids) == -(-request.num_computed_tokens // BLOCK_SIZE), "both or neither"
             assert request.num_drafted_context <= request.num_computed_tokens
         for request in self.requests:
+            assert set(request.holders) == {each for each in request.siblings if each.block_ids}
             metrics = request.metrics
             assert metrics.num_emitted_tokens == request.num_output_tokens
             extra = metrics.num_accepted_tokens + metrics.num_sequence_steps - metrics.num_emitted_tokens

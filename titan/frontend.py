@@ -19,7 +19,7 @@ from tqdm import tqdm
 from titan.core.checks import shown
 from titan.core.metrics import ratio
 from titan.core.outputs import CompletionOutput, RequestMetrics, RequestOutput, merge_metrics
-from titan.core.request import FinishReason, Request
+from titan.core.request import FinishReason, Request, make_siblings
 from titan.core.sampling_params import SamplingParams
 from titan.core.terms import RequestTerms
 from titan.detokenizer import IncrementalDetokenizer
@@ -140,8 +140,7 @@ class FrontEnd:
             for index in range(params.n)
         )
         if len(family) > 1:
-            for request in family:
-                request.siblings = family
+            make_siblings(*family)
         return family[0]
 
     def output(self, request: Request) -> RequestOutput:

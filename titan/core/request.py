@@ -59,6 +59,7 @@ class Request:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # tokens of the words that must not be generated
     index: int = 0  # among its siblings
     siblings: tuple[Request, ...] = ()  # all completions of the prompt, itself included; empty if it is the only one
+    holders: dict[Request, None] = field(default_factory=dict)  # those of the siblings that have blocks; shared by all of them
     terms: RequestTerms = field(default_factory=RequestTerms)
 
     has_transforms: bool = field(init=False)  # of the params, which take long to say so
@@ -172,6 +173,8 @@ class Request:
     def extend_blocks(self, block_ids: Iterable[int]) -> None:
         """Append blocks to the block table."""
         self.block_ids.extend(block_ids)
+        if self.siblings and self.block_ids:
+            self.holders[self] = None
 
     def commit(self, num_tokens: int) -> None:
         """Commit this many more tokens, whose KV is now valid.
@@ -223,6 +226,8 @@ class Request:
         """Keep the first ``num_blocks`` blocks of the table; return the others, the last one first."""
         surplus = self.block_ids[num_blocks:]
         del self.block_ids[num_blocks:]
+        if not self.block_ids:
+            self.holders.pop(self, None)
         return surplus[::-1]
 
     def release(self) -> array[int]:
@@ -230,3 +235,10 @@ class Request:
         self.num_computed_tokens = self.num_drafted_context = 0
         self.num_cached_blocks = self.num_draft_marked_blocks = 0
         return self.roll_back(0)
+
+
+def make_siblings(*requests: Request) -> None:
+    """Make requests the completions of one prompt, in this order."""
+    holders = dict.fromkeys(request for request in requests if request.block_ids)
+    for request in requests:
+        request.siblings, request.holders = requests, holders

@@ -82,8 +82,12 @@ class PrefixFinder:
 
         It is the request itself if none has blocks: one that is swapped out has counters, and no blocks.
         """
-        num_tokens, holders = self.num_common_tokens(request), [each for each in request.siblings if each.block_ids]
-        return max(holders, key=lambda each: (min(each.num_computed_tokens, num_tokens), each.num_drafted_context), default=request)
+        num_tokens = self.num_common_tokens(request)
+        return max(
+            request.holders,
+            key=lambda each: (min(each.num_computed_tokens, num_tokens), each.num_drafted_context),
+            default=request,
+        )
 
     def num_common_tokens(self, request: Request) -> int:
         """Return the number of tokens of the prompt, the root excluded, whose KV all siblings have in common."""
