@@ -491,6 +491,8 @@ def test_for_latency_tokens_count_the_more_the_fewer_there_are(zoo: Zoo, target:
     run_all(engine, PROMPTS[1:3], [greedy(40, ignore_eos=True), greedy(20, ignore_eos=True, use_speculative=False)])
     fast, slow = next(pair for pair in reversed(weights) if len(pair) == 2)
     assert weights[0] == (1.0, 1.0) and slow == 1.0 and (fast == 1.0 if target == "throughput" else 0.15 < fast < 0.5)
+    found = engine.metrics().speculation
+    assert found is not None and found.off_rate == pytest.approx(2 / 1.1e-3, rel=0.01), "in tokens"
 
 
 def test_options_that_the_draft_does_not_see_teach_only_their_request(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:

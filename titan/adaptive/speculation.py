@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import exp, log
+from statistics import fmean
 from sys import maxsize
 
 from titan.adaptive.controller import Controller, Decision
@@ -46,7 +47,8 @@ class AdaptiveSpeculation:
     _num_repeats: int = 0  # of drafts, since the last requests' temperatures were followed
     _load: Load = field(default_factory=lambda: Load((), 0, 0))
     _decision: Decision = RESTING
-    _last_shown: tuple[bool, Optimum] = False, Optimum([], 0.0)  # whether only a probe drafted, when last some might have drafted
+    # when last some might have drafted: whether only a probe did, what was best, and the mean weight of a token
+    _last_shown: tuple[bool, Optimum, float] = False, Optimum([], 0.0), 1.0
 
     def decide(self, plan: StepPlan) -> None:
         """Set budgets, worths and reviews of a plan's rows."""
@@ -81,7 +83,7 @@ class AdaptiveSpeculation:
         plan.drafts_prompts = optimum.drafts or is_first_try
         self.num_reserved = min(self.max_nodes, RESERVED_NODES * max(optimum.num_nodes, default=0))
         if any(each.max_nodes for each in self._load.candidates):
-            self._last_shown = decision.is_probe, optimum
+            self._last_shown = decision.is_probe, optimum, fmean([each.weight for each in self._load.candidates])
         plan.reviews = [rows[i] for i in decision.reviewed]
 
     def _num_steps_allowed(self, requests: Sequence[Request]) -> int:
@@ -190,13 +192,13 @@ class AdaptiveSpeculation:
         Args:
             mean_draft_tokens: per request and step, since the start.
         """
-        controller, (is_probe, optimum) = self.controller, self._last_shown
+        controller, (is_probe, optimum, weight) = self.controller, self._last_shown
         target, draft = controller.costs.target, controller.costs.draft
         return SpeculationMetrics(
             choice="probe" if is_probe else "on" if optimum.drafts else "off",
             mean_draft_tokens=mean_draft_tokens,
-            off_rate=optimum.off_rate,
-            on_rate=optimum.on_rate,
+            off_rate=optimum.off_rate / weight,
+            on_rate=optimum.on_rate / weight,
             acceptance=own_acceptance(controller.fleet, controller.fleet.agreement),
             agreement=controller.fleet.agreement,
             target_pass={size: target.predict(size, 0) for size in target.sizes},

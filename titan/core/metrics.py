@@ -30,7 +30,8 @@ class EngineCounters:
 class SpeculationMetrics:
     """What adaptive speculation knows, and decided in the last step in which a request might have drafted.
 
-    Times are seconds, rates are tokens per second of all requests.
+    Times are seconds, rates are tokens per second of all requests; with ``speculation_target="latency"`` the tokens that drafts
+    bring count in them by their weights, as multiples of the mean one.
     """
 
     choice: str  # "on" (also in steps without drafts that show what these cost), "probe" (a look at whether it pays), or "off"
