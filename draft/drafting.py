@@ -30,6 +30,7 @@ class Drafting:
 
     def __init__(self, drafter: Drafter, backend: Backend, vocab_size: int) -> None:
         self.drafter = drafter
+        self.num_failures = 0  # times that it was asked in vain
         self._backend, self._vocab_size = backend, vocab_size
         self._model = drafter if isinstance(drafter, ModelDrafter) else None
         self._caching = drafter if isinstance(drafter, CachingDrafter) and drafter.kv is not None else None
@@ -118,6 +119,7 @@ class Drafting:
         try:
             return ask()
         except Exception as error:  # noqa: BLE001 - whatever it is, it costs drafts and no request
+            self.num_failures += 1
             [frame] = traceback.extract_tb(error.__traceback__, limit=-1)  # the innermost
             message = (
                 f"the drafter {self.drafter.name!r} failed, which costs drafts and no request: {type(error).__name__}: {error} "

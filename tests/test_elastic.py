@@ -29,6 +29,7 @@ from titan.core.kv_tensor import KVGroup, KVLayout, KVTensor
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import DraftTree
+from titan.diagnosis import faults
 from titan.draft.base import NoDrafter
 
 PROMPTS = random_prompts(9, seed=3, max_len=45)
@@ -367,7 +368,11 @@ def test_a_drafters_fault_is_told_by_name_and_costs_no_request(zoo: Zoo, fault: 
     engine = make_engine(zoo.path("llama"), drafter, draft_tree="auto", **AMPLE)
     with pytest.warns(RuntimeWarning, match=f"the drafter 'faulty' failed, which costs drafts and no request: {message}"):
         assert run_all(engine, PROMPTS, PARAMS) == outputs
-    assert engine.metrics().mean_acceptance_length > 2
+    metrics = engine.metrics()
+    assert metrics.mean_acceptance_length > 2 and metrics.num_draft_failures > 0
+    assert faults(metrics) == [f"the draft 'faulty' failed {metrics.num_draft_failures} times, which cost drafts: see the warnings"]
+    engine.swap_draft("ngram")
+    assert engine.metrics().num_draft_failures == 0
 
 
 def test_a_move_within_a_cache_that_lacks_memory_has_moved_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from zoo import EOS_TOKEN_IDS, Zoo, random_prompts
 
 import titan
 from titan import LLM, RequestOutput, SamplingParams
-from titan.core.metrics import TierMetrics
+from titan.core.metrics import DraftMetrics, TierMetrics
 from titan.core.options import EngineConfig, EngineOptions, MemoryOptions, ModelOptions, ScheduleOptions, SpeculationOptions
 from titan.diagnosis import faults
 from titan.draft.ngram import NgramDrafter
@@ -479,6 +479,26 @@ def test_diagnose_names_what_is_slow(zoo: Zoo) -> None:
     assert any("tokens per request" in finding and "useless" in finding for finding in findings)
     sick.swap_draft(None)
     assert not faults(sick.metrics()), "there is no draft that could be blamed"
+
+
+def test_a_draft_is_judged_by_what_came_since_it_was_put_to_use(zoo: Zoo) -> None:
+    """A good one after a bad one is not blamed, and a bad one after a good one is."""
+    llm = LLM(zoo.path("llama"), zoo.path("useless"), **CPU)
+    run = lambda: llm.generate(random_prompts(4), greedy(40, ignore_eos=True), use_tqdm=False)  # noqa: E731
+    run()
+    assert any("useless" in finding for finding in faults(llm.metrics()))
+    totals = llm.metrics()
+    llm.swap_draft(zoo.path("llama"))
+    assert faults(llm.metrics()) == [] and llm.metrics().current_draft == DraftMetrics(0, 0, 0.0)
+    metrics = [each.metrics for each in run()]
+    own, after = llm.metrics().current_draft, llm.metrics()
+    assert own.mean_acceptance_length == 160 / sum(each.num_sequence_steps for each in metrics) > 2
+    assert own.num_proposed_tokens == sum(sum(each.proposed_per_depth) for each in metrics)
+    assert own.num_accepted_tokens == sum(each.num_accepted_tokens for each in metrics)
+    assert sum(after.proposed_per_depth) == sum(totals.proposed_per_depth) + own.num_proposed_tokens, "metrics keep totals"
+    llm.swap_draft(zoo.path("useless"))
+    run()
+    assert any("useless" in finding for finding in faults(llm.metrics()))
 
 
 def test_a_request_may_draft_less_or_not_at_all(llm: LLM) -> None:

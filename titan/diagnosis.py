@@ -38,14 +38,17 @@ def faults(metrics: EngineMetrics) -> list[str]:
     """Return what is wrong or has been switched off, a sentence each."""
     findings = []
     always_drafts = metrics.draft != "none" and metrics.speculation is None  # "adaptive" lowers the number itself
-    has_drafted = sum(metrics.proposed_per_depth) >= MANY_DRAFTS
-    if always_drafts and has_drafted and metrics.mean_acceptance_length < FEW_TOKENS:
+    drafted = metrics.current_draft
+    is_known = drafted.num_proposed_tokens >= MANY_DRAFTS
+    if always_drafts and is_known and drafted.mean_acceptance_length < FEW_TOKENS:
         share = metrics.draft_vocabulary
         vocabulary = "" if share is None or share == 1 else f", whose vocabulary has {share:.1%} of the target's tokens,"
         findings.append(
-            f"with the draft {metrics.draft!r}{vocabulary} a step emits {metrics.mean_acceptance_length:.2f} tokens per request: "
+            f"with the draft {metrics.draft!r}{vocabulary} a step emits {drafted.mean_acceptance_length:.2f} tokens per request: "
             f"lower max_draft_tokens or use another draft"
         )
+    if num_failures := metrics.num_draft_failures:
+        findings.append(f"the draft {metrics.draft!r} failed {num_failures} times, which cost drafts: see the warnings")
     if (speculation := metrics.speculation) is not None and speculation.choice != "on" and speculation.on_rate:
         findings.append(
             f"speculation is off: {speculation.off_rate:.0f} tokens/s are expected without it, at best {speculation.on_rate:.0f} "

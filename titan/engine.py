@@ -21,7 +21,7 @@ from titan.core.dtypes import dtype_name
 from titan.core.growth import GrowthSpec
 from titan.core.host_memory import host_memory
 from titan.core.kv_tensor import KVTensor
-from titan.core.metrics import EngineCounters, EngineMetrics, Percentiles, TierMetrics, ratio
+from titan.core.metrics import DraftMetrics, EngineCounters, EngineMetrics, Percentiles, TierMetrics, ratio
 from titan.core.options import EngineConfig, ModelOptions
 from titan.core.out_of_memory import is_out_of_memory
 from titan.core.policy import SchedulingPolicy
@@ -426,10 +426,21 @@ class Engine:
             recent=self._log.metrics(time.perf_counter(), None if target_cost is None else target_cost.predict),
             draft_coverage=ratio(num_drafted, num_committed) if covered else None,
             draft=self.drafter.name,
+            current_draft=self._draft_metrics(),
+            num_draft_failures=self.drafting.num_failures,
             draft_vocabulary=self.drafting.shared_vocabulary,
             draft_weight_bits=self.drafting.weight_bits,
             graph_hit_rate=self.passes.hit_rate,
             speculation=None if self.adaptive is None else self.adaptive.metrics(mean_draft_tokens),
+        )
+
+    def _draft_metrics(self) -> DraftMetrics:
+        now, before = self.counters, self._counters_before_draft
+        num_steps = now.num_sequence_steps - before.num_sequence_steps
+        return DraftMetrics(
+            num_proposed_tokens=sum(now.proposed_per_depth) - sum(before.proposed_per_depth),
+            num_accepted_tokens=sum(now.accepted_per_depth) - sum(before.accepted_per_depth),
+            mean_acceptance_length=ratio(now.num_emitted_tokens - before.num_emitted_tokens, num_steps),
         )
 
     def draft_context(self) -> DraftContext:
@@ -482,6 +493,7 @@ class Engine:
         else:
             self.kv.attach("draft", kv)
         self.drafting, self.adaptive, self._max_draft_tokens = drafting, adaptive, max_draft_tokens
+        self._counters_before_draft = deepcopy(self.counters)
 
     def _make_adaptive(self, drafting: Drafting, max_draft_tokens: int) -> AdaptiveSpeculation | None:
         options = self.config.speculation

@@ -242,7 +242,7 @@ class LLM:
         self.frontend.loop.between_steps(lambda: self.engine.resize_kv_cache(num_blocks))
 
     def metrics(self) -> EngineMetrics:
-        """Return totals since the engine started, and its current state."""
+        """Return totals since the engine started, whatever drafted, and its current state and draft."""
         return self.frontend.loop.between_steps(self.engine.metrics)
 
     def _generate(

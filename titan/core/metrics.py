@@ -27,6 +27,15 @@ class EngineCounters:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftMetrics:
+    """What drafting brought."""
+
+    num_proposed_tokens: int
+    num_accepted_tokens: int
+    mean_acceptance_length: float  # tokens per request and target step, final token included
+
+
+@dataclass(frozen=True, slots=True)
 class SpeculationMetrics:
     """What adaptive speculation knows, and decided in the last step in which a request might have drafted.
 
@@ -119,7 +128,7 @@ class UserMetrics:
 
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
-    """A snapshot of an engine."""
+    """A snapshot of an engine; what it counts is since the start, whatever drafted, unless it says otherwise."""
 
     model_impl: str  # who computes the target's layers: "native", "transformers" or "gathered"; see docs/models.md
     num_running: int
@@ -151,6 +160,8 @@ class EngineMetrics:
     recent: RecentMetrics
     draft_coverage: float | None  # share with valid draft KV of the tokens of running requests that may draft; None: none, or no KV
     draft: str  # name of the drafter
+    current_draft: DraftMetrics  # since the start or the last swap_draft
+    num_draft_failures: int  # of the same time: how often the drafter failed, which cost drafts and warned
     draft_vocabulary: float | None  # share of the target's tokens that the draft model can propose; None: no model drafts
     draft_weight_bits: int | None  # 8: the draft model's matrices were rounded; None: they were not, or no model drafts
     graph_hit_rate: float | None  # share of target and draft passes replayed as CUDA graphs; None: no such device
