@@ -29,6 +29,7 @@ from titan.kernels.interfaces import Backend, CacheOps, LayerOps, PassCounts, Pa
 from titan.kernels.torch.backend import TorchBackend
 from titan.kernels.torch.layers import TorchOps
 from titan.kernels.torch.runner import TorchRunner
+from titan.kernels.torch.trees import TorchTrees, _Tree
 from titan.kernels.triton.layers import TritonOps
 from titan.kernels.triton.runner import TritonRunner
 from titan.models.decoder import Decoder
@@ -127,6 +128,21 @@ class GeluDecoder(Decoder):
 
 
 FAST = {"cpu": (CompiledOps, CompiledRunner), "triton": (TritonOps, TritonRunner)}
+
+
+def test_a_rule_of_acceptance_is_tried_with_compiled_passes(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As docs/speculation.md says: PyTorch's rule is the same, and one that accepts nothing accepts nothing."""
+    outputs, lengths = [], []
+    for accepts in (True, False):
+        engine = make_engine(zoo.path("llama"), zoo.path("llama"), backend=make_back_end("cpu"), num_kv_blocks=64)
+        engine.backend.trees = TorchTrees(engine.backend.sampling, engine.backend.upload)
+        if not accepts:
+            monkeypatch.setattr(_Tree, "children", lambda *_: [])
+        outputs.append(run_all(engine, PROMPTS, [greedy(20, ignore_eos=True)] * len(PROMPTS)))
+        lengths.append(engine.metrics().mean_acceptance_length)
+        assert isinstance(engine.runner, CompiledRunner)
+    assert outputs[0] == outputs[1] == [zoo.greedy("llama", prompt, 20, ignore_eos=True) for prompt in PROMPTS]
+    assert lengths[0] > 3 and lengths[1] == 1
 
 
 @pytest.mark.parametrize("back_end", FAST)
