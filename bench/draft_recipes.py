@@ -90,7 +90,7 @@ class DraftRecipe:
                 models[self.model] = LoadedDraft(truncate(model_of(engine.runner), self.num_layers, engine.backend))
             else:
                 drafter = open_drafter(self.model, engine.config.model, context)()
-                if not isinstance(drafter, DraftModelDrafter):
+                if type(drafter) is not DraftModelDrafter:  # a subclass may propose otherwise
                     return drafter
                 models[self.model] = LoadedDraft(drafter.model, drafter.vocabulary)
         return DraftModelDrafter(self.name, models[self.model].model, context, models[self.model].vocabulary)

@@ -24,8 +24,13 @@ from titan.bench.samples import NO_DRAFT, Sample, Spread, make_rows
 from titan.bench.step_times import model_of
 from titan.core.batch import QueryRow, build_batch
 from titan.core.kv_tensor import KVTensor
+from titan.core.options import ModelOptions
+from titan.core.step import StepPlan
+from titan.core.trees import EMPTY_TREE
+from titan.draft.base import DraftContext
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.ngram import NgramDrafter
+from titan.draft.registry import _FACTORIES, open_drafter, register
 from titan.kernels.interfaces import PassCounts, PassLimits
 from titan.models.decoder import Decoder
 
@@ -59,6 +64,25 @@ def test_recipes_make_the_drafters_that_they_name_and_share_their_weights(zoo: Z
     assert (dynamic.max_draft_tokens, dynamic.policy.draft_tree, plain.policy.draft_tree) == (8, "dynamic", "auto")
     assert (fixed.max_draft_tokens, fixed.policy.draft_tree, fixed.policy.draft_sampling) == (4, (-1, -1, 0), "sampled")
     assert dynamic.model is plain.model is fixed.model
+
+
+def test_a_registered_drafter_of_a_class_of_its_own_is_what_is_measured(
+    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Wrong(DraftModelDrafter):
+        def propose(self, plan: StepPlan) -> Any:
+            return [EMPTY_TREE for _ in plan.requests]
+
+    def make_wrong(context: DraftContext) -> Wrong:
+        right = open_drafter(zoo.path("llama~"), ModelOptions(), context)()
+        assert isinstance(right, DraftModelDrafter)
+        return Wrong("wrong", right.model, context)
+
+    monkeypatch.setattr("titan.draft.registry._FACTORIES", dict(_FACTORIES))
+    register("wrong", make_wrong)
+    result = run(zoo, tmp_path, "--draft=wrong", f"--draft={zoo.path('llama~')}", "--workload", "synthetic")
+    steps = [row["figures"]["tokens/step"]["median"] for row in result["rows"]]
+    assert steps[0] == steps[1] == 1 < steps[2]
 
 
 def run(zoo: Zoo, folder: Path, *options: str) -> dict[str, Any]:
