@@ -124,7 +124,7 @@ class AdaptiveBench:
     def _make_drafter(self, engine: Engine) -> Drafter:
         args, draft = self.args, self.args.draft_model
         if args.hopeless and not self._drafts:
-            drafter = open_drafter(draft, engine.config.model, engine.draft_context())()
+            drafter = open_drafter(draft, engine.draft_context())()
             if isinstance(drafter, DraftModelDrafter) and drafter.vocabulary is not None:
                 raise ValueError(f"--hopeless needs a draft with the target's tokens: those of --draft-model {draft} are others")
             shuffled = load_shuffled(draft, args.dtype, args.draft_weight_bits, self._backend, args.seed)

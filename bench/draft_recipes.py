@@ -89,7 +89,7 @@ class DraftRecipe:
             if self.num_layers is not None:
                 models[self.model] = LoadedDraft(truncate(model_of(engine.runner), self.num_layers, engine.backend))
             else:
-                drafter = open_drafter(self.model, engine.config.model, context)()
+                drafter = open_drafter(self.model, context)()
                 if type(drafter) is not DraftModelDrafter:  # a subclass may propose otherwise
                     return drafter
                 models[self.model] = LoadedDraft(drafter.model, drafter.vocabulary)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from titan.core.growth import GrowthSpec
 from titan.core.kv_tensor import KVLayout, KVTensor
+from titan.core.options import ModelOptions
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import EMPTY_TREE, DraftTree, DraftTrees
@@ -90,8 +91,8 @@ class ModelDrafter(Drafter, Protocol):
         ...
 
     @property
-    def shared_vocabulary(self) -> float:
-        """Share of the target's tokens that the model can propose."""
+    def shared_vocabulary(self) -> float | None:
+        """Share of the target's tokens that the model can propose; ``None``: nobody compared them."""
         ...
 
     def stops_early(self, request: Request) -> bool:
@@ -160,6 +161,7 @@ class DraftContext:
     dtype: str  # of a draft model; "auto" = its checkpoint's
     kv_cache_dtype: str  # of a draft model; "auto" = its own dtype
     backend: Backend
+    model_options: ModelOptions  # how a draft model is opened
     prepare: Callable[[Any, KVTensor, Sequence[GrowthSpec], int], Runner]
     tokenizer: Any | None  # the target's, a transformers tokenizer
 

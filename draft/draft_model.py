@@ -38,7 +38,7 @@ class DraftModelDrafter:
         name: for display.
         model: same vocabulary as the target (a padded size may differ), or loaded in the order of ``vocabulary``.
         context: of the engine.
-        vocabulary: the map to the target's; ``None`` = it is the same.
+        vocabulary: the map to the target's; ``None`` = it is the same, which nobody checks.
     """
 
     def __init__(self, name: str, model: Model, context: DraftContext, vocabulary: VocabularyMap | None = None) -> None:
@@ -50,7 +50,7 @@ class DraftModelDrafter:
         self.vocab_size = model.config.vocab_size
         self.target_vocab_size = context.target_vocab_size
         self.vocabulary = vocabulary
-        self.shared_vocabulary = 1.0 if vocabulary is None else vocabulary.share
+        self.shared_vocabulary = None if vocabulary is None else vocabulary.share
         self._num_proposable = context.target_vocab_size if vocabulary is None else vocabulary.num_shared
         self.max_len: int = model.config.max_position_embeddings
         self.policy = DraftPolicy(

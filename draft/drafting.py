@@ -47,7 +47,7 @@ class Drafting:
 
     @property
     def shared_vocabulary(self) -> float | None:
-        """Share of the target's tokens that a draft model can propose; ``None``: the drafter is none."""
+        """Share of the target's tokens that a draft model can propose; ``None``: the drafter is none, or nobody compared."""
         return None if self._model is None else self._model.shared_vocabulary
 
     @property

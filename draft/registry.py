@@ -11,7 +11,6 @@ import torch
 
 from titan.core.checks import check_integer
 from titan.core.dtypes import dtype_name
-from titan.core.options import ModelOptions
 from titan.draft.base import CachingDrafter, DraftContext, Drafter, NoDrafter
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.ngram import NgramDrafter
@@ -54,7 +53,7 @@ def register(name: str, factory: DrafterFactory) -> None:
     _FACTORIES[name] = factory
 
 
-def open_drafter(spec: DraftSpec, options: ModelOptions, context: DraftContext) -> Callable[[], Drafter]:
+def open_drafter(spec: DraftSpec, context: DraftContext) -> Callable[[], Drafter]:
     """Return what creates the drafter that ``spec`` stands for; of a draft model, config and tokenizer are read so far, no weights.
 
     What is returned raises a `ValueError` if a model's weights do not fit.
@@ -66,7 +65,7 @@ def open_drafter(spec: DraftSpec, options: ModelOptions, context: DraftContext) 
     if spec is None:
         return NoDrafter
     if isinstance(spec, str) and spec not in _FACTORIES:
-        return _open_draft_model(spec, options, context)
+        return open_draft_model(spec, context)
     drafter = _FACTORIES[spec](context) if isinstance(spec, str) else spec
     _check_drafter(drafter, spec)
     if isinstance(drafter, DraftModelDrafter):
@@ -77,8 +76,21 @@ def open_drafter(spec: DraftSpec, options: ModelOptions, context: DraftContext) 
     return lambda: drafter
 
 
-def _open_draft_model(spec: str, options: ModelOptions, context: DraftContext) -> Callable[[], Drafter]:
-    trust = options.trust_remote_code
+def open_draft_model(
+    spec: str, context: DraftContext, drafter_class: type[DraftModelDrafter] = DraftModelDrafter
+) -> Callable[[], DraftModelDrafter]:
+    """Return what loads a draft model as the engine's options say, in the order of the tokens that it shares with the target.
+
+    Args:
+        spec: "demo", a model's folder or hub id; also the drafter's name.
+        context: of the engine.
+        drafter_class: what drafts with the model, made with the arguments of `DraftModelDrafter`.
+
+    Raises:
+        ValueError: the model cannot be run, or shares too little of the target's vocabulary; what is returned raises it if its
+            weights do not fit.
+    """
+    options, trust = context.model_options, context.model_options.trust_remote_code
     with _naming_the_draft(spec):
         files = ModelFiles(resolve_model(spec, "draft"), download_dir=options.download_dir)
         checkpoint = open_model(files, options.model_impl, trust_remote_code=trust)
@@ -87,7 +99,7 @@ def _open_draft_model(spec: str, options: ModelOptions, context: DraftContext) -
     weight_bits = choose_weight_bits(options.draft_weight_bits, checkpoint.config, dtype, context.backend)
     vocabulary = _map_vocabulary(spec, checkpoint.config, tokenizer, context)
 
-    def load() -> Drafter:
+    def load() -> DraftModelDrafter:
         order = None if vocabulary is None else vocabulary.order
         with _naming_the_draft(spec):
             model = load_model(
@@ -98,7 +110,10 @@ def _open_draft_model(spec: str, options: ModelOptions, context: DraftContext) -
                 weight_bits=weight_bits,
                 max_positions=context.max_model_len,
             )
-        return DraftModelDrafter(spec, model, context, vocabulary)
+        drafter = drafter_class(spec, model, context, vocabulary)
+        if vocabulary is None and None not in (tokenizer, context.tokenizer):  # they were compared
+            drafter.shared_vocabulary = 1.0
+        return drafter
 
     return load
 

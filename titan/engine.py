@@ -464,6 +464,7 @@ class Engine:
             dtype=str(config.model.draft_dtype or dtype_name(self.dtype)),
             kv_cache_dtype=config.memory.draft_kv_cache_dtype,
             backend=backend,
+            model_options=config.model,
             prepare=prepare,
             tokenizer=self._tokenizer,
         )
@@ -471,7 +472,7 @@ class Engine:
     def _open_drafter(self, draft: DraftSpec) -> Callable[[], Drafter]:
         if isinstance(draft, CachingDrafter) and draft.kv is not None:
             self._claims.check("draft_model", draft)
-        return open_drafter(draft, self.config.model, self.draft_context())
+        return open_drafter(draft, self.draft_context())
 
     def _use_drafter(self, drafter: Drafter, requests: Sequence[Request]) -> None:
         """Propose with a drafter from now on, for these requests in flight; there is no swap space then.

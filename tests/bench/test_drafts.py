@@ -24,13 +24,12 @@ from titan.bench.samples import NO_DRAFT, Sample, Spread, make_rows
 from titan.bench.step_times import model_of
 from titan.core.batch import QueryRow, build_batch
 from titan.core.kv_tensor import KVTensor
-from titan.core.options import ModelOptions
 from titan.core.step import StepPlan
 from titan.core.trees import EMPTY_TREE
 from titan.draft.base import DraftContext
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.ngram import NgramDrafter
-from titan.draft.registry import _FACTORIES, open_drafter, register
+from titan.draft.registry import _FACTORIES, open_draft_model, register
 from titan.kernels.interfaces import PassCounts, PassLimits
 from titan.models.decoder import Decoder
 
@@ -74,9 +73,9 @@ def test_a_registered_drafter_of_a_class_of_its_own_is_what_is_measured(
             return [EMPTY_TREE for _ in plan.requests]
 
     def make_wrong(context: DraftContext) -> Wrong:
-        right = open_drafter(zoo.path("llama~"), ModelOptions(), context)()
-        assert isinstance(right, DraftModelDrafter)
-        return Wrong("wrong", right.model, context)
+        drafter = open_draft_model(zoo.path("llama~"), context, Wrong)()
+        assert isinstance(drafter, Wrong)
+        return drafter
 
     monkeypatch.setattr("titan.draft.registry._FACTORIES", dict(_FACTORIES))
     register("wrong", make_wrong)

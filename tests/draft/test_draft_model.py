@@ -248,7 +248,7 @@ def test_specs_of_every_kind_become_drafters(zoo: Zoo) -> None:
     engine, own = make_engine(zoo.path("llama"), **AMPLE), NgramDrafter(2)
 
     def create(spec: DraftSpec) -> Drafter:
-        return open_drafter(spec, engine.config.model, engine.draft_context())()
+        return open_drafter(spec, engine.draft_context())()
 
     assert isinstance(create(None), NoDrafter)
     assert isinstance(create("ngram"), NgramDrafter)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from back_ends import make_back_end
+from back_ends import CODED, make_back_end
 from proposals import SHAPES, paths_of, record
 from stepping import AMPLE, SCARCE, greedy, make_engine, run_all, submit
 from text_tools import make_byte_tokenizer, make_letter_tokenizer, make_piece_tokenizer, make_tokenizer
@@ -22,6 +22,8 @@ from titan.bench.adaptive import AdaptiveBench, parse_arguments
 from titan.bench.draft_recipes import DraftRecipe, Models
 from titan.cli import main
 from titan.diagnosis import faults
+from titan.draft.draft_model import DraftModelDrafter
+from titan.draft.registry import _FACTORIES, open_draft_model, register
 from titan.draft.token_meanings import TokenMeaning, token_meanings
 from titan.draft.vocabulary import VocabularyMap
 
@@ -246,6 +248,35 @@ def test_drafts_may_be_swapped_across_vocabularies_in_flight(zoo: Zoo, pair: Pai
     outputs = run_all(engine, PROMPTS, [greedy(18, ignore_eos=True)] * len(PROMPTS), before_step=swap)
     assert outputs == [zoo.greedy("bytes", prompt, 18, ignore_eos=True) for prompt in PROMPTS]
     assert engine.counters.num_preemptions > 0 and {None, 1.0, bytes_and_pieces().share} == {*shares}
+
+
+@pytest.mark.parametrize("back_end", CODED[:1] or ["cpu"])
+def test_a_drafter_of_another_class_is_loaded_as_a_draft_model_is(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, back_end: str
+) -> None:
+    class Mine(DraftModelDrafter):
+        """As its base class."""
+
+    monkeypatch.setattr("titan.draft.registry._FACTORIES", dict(_FACTORIES))
+    register("mine", lambda context: open_draft_model(pair.drafts["alike"], context, Mine)())
+    found = []
+    for draft in ("mine", pair.drafts["alike"]):
+        engine = make_engine(pair.target, draft, backend=make_back_end(back_end), **AMPLE | {"draft_weight_bits": "auto"})
+        run_all(engine, PROMPTS, [greedy(18, ignore_eos=True)] * len(PROMPTS))
+        metrics = engine.metrics()
+        figures = metrics.draft_vocabulary, metrics.draft_weight_bits, metrics.proposed_per_depth, metrics.accepted_per_depth
+        found.append((type(engine.drafter), *figures))
+    assert found[0] == (Mine, *found[1][1:]) and found[1][0] is DraftModelDrafter
+    assert found[0][1:3] == (bytes_and_pieces().share, 8 if CODED else None)
+
+
+def test_vocabularies_that_nobody_compared_have_no_share(zoo: Zoo, pair: Pair) -> None:
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **AMPLE)  # without tokenizers
+    assert engine.metrics().draft_vocabulary is None
+    engine = make_engine(pair.target, pair.target, **AMPLE)
+    assert isinstance(engine.drafter, DraftModelDrafter) and engine.metrics().draft_vocabulary == 1
+    engine.swap_draft(DraftModelDrafter("made by hand", engine.drafter.model, engine.draft_context()))
+    assert engine.metrics().draft_vocabulary is None
 
 
 def test_siblings_and_text(pair: Pair) -> None:

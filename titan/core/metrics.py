@@ -162,7 +162,7 @@ class EngineMetrics:
     draft: str  # name of the drafter
     current_draft: DraftMetrics  # since the start or the last swap_draft
     num_draft_failures: int  # of the same time: how often the drafter failed, which cost drafts and warned
-    draft_vocabulary: float | None  # share of the target's tokens that the draft model can propose; None: no model drafts
+    draft_vocabulary: float | None  # share of the target's tokens that the draft model can propose; None: no model, or not compared
     draft_weight_bits: int | None  # 8: the draft model's matrices were rounded; None: they were not, or no model drafts
     graph_hit_rate: float | None  # share of target and draft passes replayed as CUDA graphs; None: no such device
     speculation: SpeculationMetrics | None  # None: speculation is not adaptive, or nothing drafts
