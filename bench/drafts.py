@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     args = parse(parser, argv, QUICK)
     drafts = args.draft or (DEMO_DRAFTS if args.model == DEMO else OTHER_DRAFTS)
-    recipes = [DraftRecipe.parse(text, args.max_draft_tokens) for text in dict.fromkeys(drafts)]
+    recipes = [DraftRecipe.parse(text, args.max_draft_tokens) for text in drafts]
     files = ModelFiles(resolve_model(args.model, "target"))
     has_text = load_tokenizer(files, trust_remote_code=args.trust_remote_code) is not None
     settings, problems = [], []

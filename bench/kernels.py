@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         KeyboardInterrupt: Ctrl-C came before anything was measured.
         ValueError: an option is not allowed.
     """
-    args = parse(make_parser(), argv)
+    args = parse(make_parser(), argv, may_repeat=["swap_pair"])
     rows: list[Row] = []
     failures: list[str] = []
 

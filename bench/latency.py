@@ -81,7 +81,7 @@ class LatencyBench:
         self.args = args
         self.samples: list[Sample] = []
         self.problems: list[str] = []
-        self._rates: list[float] = sorted(set(args.rate))
+        self._rates: list[float] = sorted(args.rate)
         prompts = prompt_stream(args.model, args.prompts, args.prompt_len, args.seed, **model_options(args))
         output_lens = args.output_len.stream(f"{args.seed}/outputs")
         self.workloads = [  # of each round, one request per second

@@ -64,14 +64,31 @@ def model_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse(
-    parser: argparse.ArgumentParser, argv: Sequence[str] | None, quick: Mapping[str, Any] | None = None
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    quick: Mapping[str, Any] | None = None,
+    may_repeat: Sequence[str] = (),
 ) -> argparse.Namespace:
-    """Read a command line, let torch use its threads, and keep it as ``command``; after ``--quick``, ``quick`` are the defaults."""
+    """Read a command line, let torch use its threads, and keep it as ``command``.
+
+    Args:
+        parser: of the command line.
+        argv: the command line; ``None`` = that of the process.
+        quick: the defaults after ``--quick``.
+        may_repeat: options, as of the parser's namespace, whose values are not variants to be told apart, and may be equal.
+
+    Raises:
+        ValueError: an option has a value twice.
+    """
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
     if quick is not None and args.quick:
         parser.set_defaults(**quick)
         args = parser.parse_args(argv)
+    for name, values in vars(args).items():
+        if isinstance(values, list) and name not in may_repeat and len(set(values)) < len(values):
+            text = " ".join(map(str, values))
+            raise ValueError(f"--{name.replace('_', '-')} {text} has a value twice: allowed is each once")
     args.command = f"{parser.prog} {shlex.join(argv)}".rstrip()
     torch.set_num_threads(args.threads)
     if "draft_model" in args:

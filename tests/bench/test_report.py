@@ -8,10 +8,12 @@ import re
 import subprocess
 from contextlib import nullcontext
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from titan.bench import kernels
 from titan.bench.options import add_draft, add_target, bench_parser, parse
 from titan.bench.provenance import describe_checkout, describe_model
 from titan.bench.report import Report, figure_table, measure_and_publish, table_lines
@@ -42,6 +44,33 @@ def test_the_demo_s_draft_is_the_default_for_its_target_only(argv: list[str], dr
     add_target(parser)
     add_draft(parser)
     assert parse(parser, ["--threads", "1", *argv]).draft_model == draft
+
+
+@pytest.mark.parametrize(
+    ("bench", "argv"),
+    [
+        ("drafts", "--temperature 0 0.0"),
+        ("drafts", "--workload code prose code"),
+        ("drafts", "--draft ngram --draft demo --draft ngram"),
+        ("trees", "--nodes 6 6"),
+        ("adaptive", "--concurrency 1 1"),
+        ("adaptive", "--fixed 4 4"),
+        ("latency", "--rate 2 4 2.0"),
+        ("throughput", "--modes titan titan"),
+        ("load", "--scenario fair fair"),
+    ],
+)
+def test_variants_that_could_not_be_told_apart_are_refused_by_name(bench: str, argv: str) -> None:
+    option = argv.split()[0]
+    with pytest.raises(ValueError, match=f"{option} .* has a value twice: allowed is each once"):
+        import_module(f"titan.bench.{bench}").main(["--threads", "1", *argv.split()])
+
+
+def test_target_and_draft_of_a_pair_may_be_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[object] = []
+    monkeypatch.setattr(kernels, "measure_and_publish", lambda *args: found.append(args[-1]))
+    kernels.main(["--threads", "1", "--swap-pair", "demo", "demo"])
+    assert found == [{"target": "demo", "draft": "demo"}]
 
 
 def test_a_table_has_labels_and_the_figures_that_any_row_has() -> None:
