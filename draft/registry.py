@@ -39,17 +39,19 @@ def _make_ngram(context: DraftContext) -> Drafter:
 _MEMBERS = [name for name in vars(Drafter) | Drafter.__annotations__ if not name.startswith("_")]
 """Of a `Drafter`; from Python 3.12 on, `isinstance` does not find those that `__getattr__` provides."""
 
-_FACTORIES: dict[str, DrafterFactory] = {"ngram": _make_ngram}
+_FACTORIES: dict[str, DrafterFactory] = {NgramDrafter.name: _make_ngram}
+OWN_NAMES = (DEMO, *_FACTORIES)
+"""Names that mean the same to everybody."""
 
 
 def register(name: str, factory: DrafterFactory) -> None:
-    """Register a drafter's factory under a name that can be given wherever a draft model can.
+    """Register a drafter's factory under a name that can be given wherever a draft model can; the last one of a name counts.
 
     Raises:
-        ValueError: the name is taken.
+        ValueError: the name is one of Titan's own.
     """
-    if name in (taken := sorted({DEMO, *_FACTORIES})):
-        raise ValueError(f"name={name!r} is taken, as each of these is: {', '.join(taken)}")
+    if name in OWN_NAMES:
+        raise ValueError(f"name={name!r} is taken, as each of these is: {', '.join(OWN_NAMES)}")
     _FACTORIES[name] = factory
 
 
