@@ -9,7 +9,8 @@
 Each setting has an engine of its own, with the options of its name and defaults else; they share the weights, and take turns on
 the same requests, which are new in each round. All requests of a run arrive together. Temperature 0, and the end of sequence is
 ignored. Tokens per second count the wall time of a run, prefill included. Ratios are medians over the rounds of the ratio within a
-round, with 95 % intervals. Nothing else should run on the machine. Ctrl-C ends the measurement and reports what there is.
+round, with 95 % intervals from three rounds on. Nothing else should run on the machine. Ctrl-C ends the measurement and reports
+what there is.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from titan.bench.hopeless_drafts import HalfHopelessDrafter, load_shuffled
 from titan.bench.loading import engine_options, load_target
 from titan.bench.options import add_draft, add_target, bench_parser, model_options, output_file, parse, positive, refuse_given
 from titan.bench.prompts import prompt_stream
-from titan.bench.report import Report, count, figure_table, measure_and_publish
+from titan.bench.report import Report, count, figure_table, in_one_round, measure_and_publish
 from titan.bench.runs import Run
 from titan.bench.samples import Row, Sample, Spread, group_samples, make_rows, with_ratio
 from titan.bench.turns import Turns
@@ -52,6 +53,8 @@ ALL = "all"
 GAIN, SHARE = "x off", "x best fixed"
 COLUMNS = {"tokens/s": "±.1f", GAIN: "[.2f", SHARE: "[.2f", "nodes/step": ".2f", "tokens/step": ".2f", "ms/step": "±.2f"}
 NUM_RESAMPLES = 10_000
+MIN_ROUNDS = 3
+"""From which there are intervals."""
 NUM_WARM_UP_TOKENS = 16
 """Tokens that each request of a warm-up run generates."""
 QUICK = {"concurrency": [1, 8], "fixed": [2, 6], "output_len": 48, "rounds": 3}
@@ -146,9 +149,10 @@ class AdaptiveBench:
         notes = [
             f"{args.model}, draft {args.draft_model}{kind}, {args.dtype}; prompts of {args.prompt_len} tokens, {what}; "
             f"{count(args.rounds, 'interleaved round')}.",
-            f"{GAIN}, {SHARE}: median over the rounds of the ratio within a round, and its 95 % bootstrap interval; the best fixed "
-            f"setting is the one with the most tokens/s there. {ALL}: geometric mean over the requests at once, so that {SHARE} is "
-            "that of the best single one. nodes/step: draft tokens verified per request and step; tokens/step: emitted.",
+            f"{GAIN}, {SHARE}: median over the rounds of the ratio within a round, and its 95 % bootstrap interval, of two rounds "
+            f"their range; the best fixed setting is the one with the most tokens/s there. {ALL}: geometric mean over the requests "
+            f"at once, so that {SHARE} is that of the best single one. nodes/step: draft tokens verified per request and step; "
+            "tokens/step: emitted.",
         ]
         results: dict[str, Sequence[Row | Sample]] = {"rows": rows, "samples": samples}
         tables = [figure_table("Tokens/s", rows, ["at once", "setting"], COLUMNS)]
@@ -182,11 +186,11 @@ def compare(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def interval_rows(samples: Sequence[Sample]) -> list[Row]:
-    """Rows whose ratios have intervals in place of ranges."""
+    """Rows whose ratios have intervals in place of ranges, from `MIN_ROUNDS` on."""
     rows = []
     for row, group in zip(make_rows(samples), group_samples(samples), strict=True):
         values = {name: [each.figures[name] for each in group if name in each.figures] for name in (GAIN, SHARE)}
-        intervals = {name: bootstrap_median(mine) for name, mine in values.items() if mine}
+        intervals = {name: bootstrap_median(mine) for name, mine in values.items() if len(mine) >= MIN_ROUNDS}
         rows.append(replace(row, figures={**row.figures, **intervals}))
     return rows
 
@@ -208,7 +212,9 @@ def adaptive_answer(rows: Sequence[Row]) -> str:
     for figure, other in {GAIN: "no speculation", SHARE: "the best fixed number"}.items():
         found = [f"{row.figures[figure].median:.2f}x at {row.labels['at once']}" for row in mine if figure in row.figures]
         texts += [f"{', '.join(found)} over {other}"] if found else []
-    return f"Tokens/s of adaptive speculation: {'; '.join(texts)}." if texts else "Adaptive speculation could not be compared."
+    if not texts:
+        return "Adaptive speculation could not be compared."
+    return f"Tokens/s of adaptive speculation{in_one_round(mine)}: {'; '.join(texts)}."
 
 
 def write_plot(rows: Sequence[Row], path: Path) -> None:

@@ -20,7 +20,7 @@ from titan.bench.engine_run import make_idle, run_workload
 from titan.bench.loading import engine_options
 from titan.bench.options import add_draft_weight_bits, add_target, bench_parser, model_options, positive
 from titan.bench.prompts import prompt_stream
-from titan.bench.report import Report, count, figure_table, format_label
+from titan.bench.report import Report, count, figure_table, format_label, in_one_round
 from titan.bench.runs import Run, share_equal
 from titan.bench.samples import NO_DRAFT, Label, Row, Sample, Spread, group_samples, make_rows, sum_details, with_ratio
 from titan.bench.turns import Turns, error_line
@@ -136,6 +136,7 @@ class DraftBench:
         rows, depths = make_rows(samples), find_depths(samples)
         fastest = find_fastest(rows, kind)
         places = [f"at temperature {t:g} {draft} ({gain:.2f} x no draft)" for t, (draft, gain) in sorted(fastest.items())]
+        answer = f"Fastest {kind} by tokens/s{in_one_round(rows)}: {'; '.join(places)}."
         about = (
             f"{args.model}, {args.dtype}; {count(args.concurrency, 'request')} at once, {count(args.waves, 'request')} per slot, "
             f"prompts of {args.prompt_len} tokens, {args.output_len} generated; {count(args.repeats, 'interleaved round')}."
@@ -143,7 +144,7 @@ class DraftBench:
         labels = list(rows[0].labels) if rows else []
         return Report(
             self.title,
-            f"Fastest {kind} by tokens/s: {'; '.join(places)}." if places else f"No {kind} could be compared with no draft.",
+            answer if places else f"No {kind} could be compared with no draft.",
             {"rows": rows, "depths": depths, "samples": samples},
             [
                 figure_table("Speed and costs", rows, labels, COLUMNS),

@@ -63,6 +63,11 @@ def format_label(label: Label) -> str:
     return label if isinstance(label, str) else f"{label:g}"
 
 
+def in_one_round(rows: Sequence[Row]) -> str:
+    """What the headline of a report adds if no rate of these rows was measured twice; else nothing."""
+    return "" if any(row.figures["tokens/s"].num_rounds > 1 for row in rows) else " in one round"
+
+
 def measure_and_publish(
     args: argparse.Namespace,
     measure: Callable[[], Iterable[object]],

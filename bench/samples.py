@@ -33,7 +33,8 @@ SampleT = TypeVar("SampleT", bound=Sample)
 class Spread:
     """Median and range over rounds.
 
-    A format spec is that of the median; "±" before it adds half the range in per cent, "[" adds the range, "x" after it is printed.
+    A format spec is that of the median; "±" before it adds half the range in per cent, "[" adds the range, neither of a single
+    round; "x" after it is printed.
     """
 
     median: float
@@ -47,10 +48,11 @@ class Spread:
         return cls(median(values), min(values), max(values), len(values))
 
     def __format__(self, spec: str) -> str:
-        if spec.startswith("["):
+        is_single = self.num_rounds == 1 and self.minimum == self.maximum  # not an interval
+        if spec.startswith("[") and not is_single:
             return "{0:{3}} [{1:{3}}, {2:{3}}]".format(self.median, self.minimum, self.maximum, spec[1:])
-        text = format(self.median, spec.removeprefix("±").removesuffix("x")) + ("x" if spec.endswith("x") else "")
-        if not spec.startswith("±") or self.num_rounds == 1 or not self.median:
+        text = format(self.median, spec.lstrip("±[").removesuffix("x")) + ("x" if spec.endswith("x") else "")
+        if not spec.startswith("±") or is_single or not self.median:
             return text
         return f"{text} ±{50 * (self.maximum - self.minimum) / abs(self.median):.0f} %"
 

@@ -37,7 +37,7 @@ from titan.bench.modes import (
 )
 from titan.bench.options import add_draft, add_target, bench_parser, model_options, parse, positive, refuse_given
 from titan.bench.prompts import prompt_stream
-from titan.bench.report import Report, Table, count, figure_table, measure_and_publish
+from titan.bench.report import Report, Table, count, figure_table, in_one_round, measure_and_publish
 from titan.bench.runs import Run, latency_figures, share_equal
 from titan.bench.samples import Label, Row, Sample, make_rows, with_ratio
 from titan.bench.step_times import floor_seconds, model_of
@@ -239,9 +239,9 @@ def throughput_answer(rows: Sequence[Row], parts: Sequence[Row]) -> str:
         f"{row.figures[GAIN]:±.2fx} with {_place(row)}" for row in rows if row.labels["mode"] == TITAN_DRAFT and GAIN in row.figures
     ]
     if gains:
-        return f"Tokens/s with speculation over none: {', '.join(gains)}."
+        return f"Tokens/s with speculation over none{in_one_round(rows)}: {', '.join(gains)}."
     best = max(rows, key=lambda row: row.figures["tokens/s"].median)
-    return f"Fastest: {best.labels['mode']}, {best.figures['tokens/s']:±.1f} tokens/s with {_place(best)}."
+    return f"Fastest{in_one_round(rows)}: {best.labels['mode']}, {best.figures['tokens/s']:±.1f} tokens/s with {_place(best)}."
 
 
 def throughput_tables(rows: Sequence[Row], parts: Sequence[Row]) -> list[Table]:

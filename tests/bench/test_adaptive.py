@@ -159,6 +159,19 @@ def test_what_rates_add_up_to() -> None:
     assert "1.90x at 1, 0.98x at 8, 1.36x at all over no speculation; 0.95x at 1," in adaptive_answer(found_rows)
 
 
+def test_one_round_has_no_interval_two_have_a_range_and_the_headline_says_one_round() -> None:
+    rates = {"off": (10.0, 10.0, 10.0), "adaptive": (12.0, 14.0, 20.0)}
+    for num_rounds, shown in ((1, "1.20"), (2, "1.30 [1.20, 1.40]"), (3, "1.40 [1.20, 2.00]")):
+        samples = [
+            Sample({"at once": 1, "setting": setting}, round_id, {"tokens/s": each[round_id]})
+            for setting, each in rates.items()
+            for round_id in range(num_rounds)
+        ]
+        rows = interval_rows(compare(samples))
+        assert f"{rows[1].figures['x off']:[.2f}" == shown
+        assert ("speculation in one round: 1.20x at 1 over" in adaptive_answer(rows)) == (num_rounds == 1)
+
+
 @pytest.mark.parametrize("num_rounds", [5, 9, 15])
 def test_the_interval_is_that_of_all_resamples(num_rounds: int) -> None:
     """The median of a resample is at most the k-th of n values if at least (n + 1) / 2 draws are, each with probability k / n."""

@@ -79,7 +79,9 @@ def test_a_registered_drafter_of_a_class_of_its_own_is_what_is_measured(
 
     monkeypatch.setattr("titan.draft.registry._FACTORIES", dict(_FACTORIES))
     register("wrong", make_wrong)
-    result = run(zoo, tmp_path, "--draft=wrong", f"--draft={zoo.path('llama~')}", "--workload", "synthetic")
+    drafts = ["--draft=wrong", f"--draft={zoo.path('llama~')}"]
+    result = run(zoo, tmp_path, *drafts, "--workload", "synthetic", "--repeats", "1")
+    assert result["answer"].startswith("Fastest draft by tokens/s in one round: at temperature 0 ")
     steps = [row["figures"]["tokens/step"]["median"] for row in result["rows"]]
     assert steps[0] == steps[1] == 1 < steps[2]
 
