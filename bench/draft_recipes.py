@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ from torch import nn
 
 from titan.bench.step_times import model_of
 from titan.core.checks import check_integer
-from titan.core.options import SpeculationOptions
+from titan.core.options import SpeculationOptions, draft_tree_of
 from titan.draft.base import Drafter
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.registry import open_drafter
@@ -51,18 +52,17 @@ class DraftRecipe:
         Raises:
             ValueError: an option is unknown, comes twice or has a value that is not allowed.
         """
-        model, *fields = text.split(",")
+        model, *fields = re.split(r",(?=[a-z]+=)", text)
         options = dict(field.partition("=")[::2] for field in fields)
-        tree = options.get("tree", "auto")
         kind, _, count = model.partition(":")
         try:
-            if not model or len(options) < len(fields) or not options.keys() <= set(OPTIONS):
+            if not model or "," in model or len(options) < len(fields) or not options.keys() <= set(OPTIONS):
                 raise ValueError(f"it must be a name, then options such as tokens=4, of {', '.join(OPTIONS)}, each at most once")
             recipe = cls(
                 text,
                 model,
                 int(count) if kind == TRUNCATED else None,
-                tuple(map(int, tree.split("/"))) if tree[-1:].isdigit() else tree,
+                draft_tree_of(options.get("tree", "auto")),
                 int(options.get("tokens", num_tokens)),
                 options.get("sampling", "auto"),
             )

@@ -6,7 +6,7 @@
     titan bench drafts --model DIR/target --draft DIR/draft --draft truncated:2 --workload synthetic
 
 A draft is a name and options: demo, a folder, a hub id, ngram, or truncated:N (the target's first N layers as a draft, with their
-weights as they are), then tree=chain|dynamic|auto or the parent of each node (tree=-1/-1/0), tokens=MOST PER STEP, and
+weights as they are), then tree=chain|dynamic|auto or the parent of each node (tree=-1,-1,0), tokens=MOST PER STEP, and
 sampling=greedy|sampled|auto.
 
 The drafts take turns, with no draft among them, in rounds of new prompts that are the same for all. The end of sequence is

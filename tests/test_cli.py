@@ -66,6 +66,7 @@ def test_the_trees_of_a_run_and_of_nothing_else(
     [
         (["--draft-tree", "-1,-1,0"], [-1, 0, -1]),  # the same shape with the path of first children first
         (["--draft-tree=-1,-1,0"], [-1, 0, -1]),
+        (["--draft-tree", "[-1, 0, -1]"], [-1, 0, -1]),  # as the refusal of another suggests
         (["--draft-tree", "chain"], [-1, 0, 1, 2, 3, 4]),
     ],
 )

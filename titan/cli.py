@@ -25,6 +25,7 @@ from titan.core.options import (
     SPECULATION_TARGETS,
     SPECULATIONS,
     ModelOptions,
+    draft_tree_of,
     weight_bits_of,
 )
 from titan.core.outputs import RequestMetrics, RequestOutput
@@ -162,14 +163,6 @@ def _join_parents(argv: Sequence[str]) -> list[str]:
     return joined
 
 
-def _parse_draft_tree(text: str) -> str | list[int]:
-    """Return the parents of a fixed shape, or the name of a shape; the engine's options validate them."""
-    try:
-        return [int(parent) for parent in text.split(",")]
-    except ValueError:
-        return text
-
-
 def _add_generate(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("prompt", help='the text to continue, for example "def quicksort("')
@@ -192,7 +185,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add("--max-draft-tokens", type=int, default=6, help="most draft tokens per step (default: 6)")
     add(
         "--draft-tree",
-        type=_parse_draft_tree,
+        type=draft_tree_of,
         default="auto",
         metavar="SHAPE",
         help='shape of the draft tree: auto, dynamic, chain, or the parent of each node, -1 for the root, such as "-1,-1,0" '

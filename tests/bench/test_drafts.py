@@ -56,7 +56,7 @@ def test_a_truncated_target_is_its_first_layers_in_transformers(zoo: Zoo, name: 
 
 def test_recipes_make_the_drafters_that_they_name_and_share_their_weights(zoo: Zoo) -> None:
     engine, models, good = make_engine(zoo.path("llama"), max_draft_tokens=8), Models(), zoo.path("llama~")
-    texts = ["ngram,tokens=3", good, f"{good},tree=dynamic,tokens=8", f"{good},tree=-1/-1/0,sampling=sampled"]
+    texts = ["ngram,tokens=3", good, f"{good},tree=dynamic,tokens=8", f"{good},tree=-1,-1,0,sampling=sampled"]
     ngram, *others = (DraftRecipe.parse(text, 4).make_drafter(engine, models) for text in texts)
     assert isinstance(ngram, NgramDrafter) and ngram.max_draft_tokens == 3
     plain, dynamic, fixed = (each for each in others if isinstance(each, DraftModelDrafter))
@@ -141,7 +141,10 @@ def test_what_fails_amid_a_step_is_left_out_and_the_others_go_on(
         (["--draft", "demo,foo=1"], "'demo,foo=1' is not allowed: .* tokens=4, of tree, tokens, sampling, each at most once"),
         (["--draft", ""], "draft '' is not allowed: it must be a name"),
         (["--draft", "demo,tokens=0"], "'demo,tokens=0' is not allowed: tokens=0"),
-        (["--draft", "demo,tree=-1/0/1/2/3"], "at most max_draft_tokens=4"),
+        (["--draft", "demo,4"], "'demo,4' is not allowed: it must be a name, then options such as tokens=4"),
+        (["--draft", "demo,tree=-1,0,1,2,3,tokens=4"], "at most max_draft_tokens=4"),
+        (["--draft", "demo,tree=star"], r"or a list of parents, such as \[-1, 0, -1\]"),
+        (["--draft", "demo,tokens=2,tree=[-1, 0, -1]"], "at most max_draft_tokens=2"),
         (["--draft", "truncated:3"], "left out: truncated:3: .* the target has 3 layers, so 1 to one less"),
         (["--draft", "demo", "--output-len", "1"], "--output-len 1 is not allowed: it must be at least 2"),
         (["--workload", "poetry"], "workload poetry: prompts 'poetry' are unknown"),

@@ -284,6 +284,14 @@ def weight_bits_of(text: str) -> int | str | None:
     return int(text) if text.isdecimal() else None if text.lower() == "none" else text
 
 
+def draft_tree_of(text: str) -> str | tuple[int, ...]:
+    """Read ``draft_tree`` from a command line, parents such as -1,0,-1 in brackets or not; `SpeculationOptions` checks it."""
+    try:
+        return tuple(map(int, text.strip("[]").split(",")))
+    except ValueError:
+        return text
+
+
 def _check_optional(name: str, value: int | None, high: int | None = None) -> int | None:
     return None if value is None else check_integer(name, value, 1, high)
 
