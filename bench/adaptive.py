@@ -42,6 +42,7 @@ from titan.core.dtypes import RUN_DTYPES
 from titan.core.options import EngineConfig
 from titan.draft.base import Drafter
 from titan.draft.draft_model import DraftModelDrafter
+from titan.draft.ngram import NgramDrafter
 from titan.draft.registry import open_drafter
 from titan.engine import Engine
 from titan.kernels.backend import choose_backend, choose_device
@@ -136,8 +137,8 @@ class AdaptiveBench:
         drafter = recipe.make_drafter(engine, self._drafts)
         if not args.mixed:
             return drafter
-        if not isinstance(drafter, DraftModelDrafter):
-            raise ValueError(f"--mixed needs a draft model: --draft-model {draft} is none")
+        if type(drafter) is not DraftModelDrafter:
+            raise ValueError(f"--mixed needs a draft model: --draft-model {draft} is a {type(drafter).__name__}")
         return HalfHopelessDrafter(draft, drafter.model, engine.draft_context(), drafter.vocabulary)
 
     def report(self) -> Report:
@@ -285,4 +286,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args.waves = args.waves or (2 if args.mixed else 1)
     if args.draft_model is None:
         raise ValueError(f"--model {args.model} needs a draft: give --draft-model")
+    if args.draft_model == NgramDrafter.name and (args.hopeless or args.mixed):
+        raise ValueError(f"--{'mixed' if args.mixed else 'hopeless'} needs a draft model: --draft-model {args.draft_model} is none")
     return args
