@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -63,11 +64,13 @@ def run_workload(
 
     Raises:
         RuntimeError: a request was ended before it had its tokens.
+        RuntimeWarning: the drafter failed, which elsewhere costs drafts and no request.
     """
     requests = make_requests(engine, workload, use_speculative=use_speculative, temperature=temperature)
     changes: dict[Request, list[float]] = {request: [] for request in requests}
     seconds, cpu_start = 0.0, time.process_time()
-    with step_times(engine) as times:
+    with warnings.catch_warnings(), step_times(engine) as times:
+        warnings.filterwarnings("error", "the drafter .* failed", RuntimeWarning)
         for seconds, changed in serve(engine, workload, requests, concurrency or len(requests), is_static=is_static):
             for request in changed:
                 changes[request].append(seconds)

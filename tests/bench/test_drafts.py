@@ -135,6 +135,26 @@ def test_what_fails_amid_a_step_is_left_out_and_the_others_go_on(
     assert result["warnings"] == [f"{failing} ended (workload synthetic, temperature 0): ZeroDivisionError: division by zero"]
 
 
+@pytest.mark.filterwarnings("ignore:the drafter 'flaky' failed:RuntimeWarning")  # as Python shows it: a line, and the run goes on
+def test_a_drafter_that_fails_is_named_and_not_measured(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Flaky(NgramDrafter):
+        name, num_calls = "flaky", 0
+
+        def propose(self, plan: StepPlan) -> Any:
+            self.num_calls += 1
+            if self.num_calls > 5:
+                raise LookupError("no index")
+            return super().propose(plan)
+
+    monkeypatch.setattr("titan.draft.registry._FACTORIES", dict(_FACTORIES))
+    register("flaky", lambda context: Flaky(context.max_draft_tokens))
+    result = run(zoo, tmp_path, "--draft=flaky", "--draft=ngram", "--workload", "synthetic")
+    assert [row["labels"]["draft"] for row in result["rows"]] == [NO_DRAFT, "ngram"]
+    assert {row["figures"]["tokens/s"]["num_rounds"] for row in result["rows"]} == {2}
+    [warning] = result["warnings"]
+    assert warning.startswith("flaky ended (workload synthetic, temperature 0): ") and "LookupError: no index (" in warning
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
