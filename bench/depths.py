@@ -1,4 +1,4 @@
-"""Acceptance per depth of draft trees, and intervals of shares."""
+"""Depths that accepted paths through draft trees reach, and intervals of shares."""
 
 from __future__ import annotations
 

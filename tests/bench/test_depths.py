@@ -1,4 +1,4 @@
-"""Acceptance per depth: counts by hand and of an engine; intervals of scipy."""
+"""Depths of accepted paths: counts by hand and of an engine; intervals of scipy."""
 
 from __future__ import annotations
 
