@@ -537,3 +537,26 @@ def test_a_cuda_device_has_its_index(name: str, expected: str, monkeypatch: pyte
     elif name != "cpu":
         with pytest.raises(ValueError, match=f"device='{name}' is not possible: the package triton is not installed"):
             choose_device(name)
+
+
+def test_the_caller_s_default_device_is_none_of_the_engine_s(zoo: Zoo) -> None:
+    """With it, arrays of the host would be made where C++ cannot read them."""
+    llm = LLM(zoo.path("llama"), zoo.path("llama~"), **CPU)
+    params = [SamplingParams(temperature=each, seed=3, top_p=0.9, max_tokens=12, ignore_eos=True) for each in (0.0, 1.0)]
+    alone = [output.outputs[0].token_ids for output in llm.generate([[5, 6, 7]] * 2, params, use_tqdm=False)]
+    with torch.device("meta"):
+        found = [output.outputs[0].token_ids for output in llm.generate([[5, 6, 7]] * 2, params, use_tqdm=False)]
+    assert found == alone
+
+
+def test_without_a_bar_nothing_waits_for_those_of_others(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(zoo.path("llama"), **CPU)
+    monkeypatch.setattr("titan.frontend.tqdm", Mock(side_effect=AssertionError("a bar takes the lock of all bars")))
+    assert len(llm.generate([5, 6, 7], greedy(4, ignore_eos=True), use_tqdm=False)[0].outputs[0].token_ids) == 4
+
+
+def test_a_dtype_for_which_nothing_is_compiled_is_told(zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
+    for dtype, is_told in (("float32", False), ("float16", True)):
+        caplog.clear()
+        LLM(zoo.path("llama"), **CPU | {"dtype": dtype})
+        assert ("many times slower" in caplog.text) == is_told

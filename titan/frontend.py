@@ -6,7 +6,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, lru_cache, partial
 from itertools import chain, count
@@ -171,17 +171,19 @@ class FrontEnd:
                 unfinished.popleft()
             return sum(request.is_finished for request in requests) if not unfinished or time.monotonic() >= due else None
 
-        with (
-            tqdm(total=len(requests), desc="Generating", unit="request", disable=not use_tqdm, dynamic_ncols=True) as bar,
+        with (  # no bar that is disabled: that would take the lock of all bars as well
+            tqdm(total=len(requests), desc="Generating", unit="request", dynamic_ncols=True) if use_tqdm else nullcontext() as bar,
             closing(self.loop.run(requests, count_finished)) as counts,
         ):
-            for bar.n in counts:
-                emitted = counters.num_emitted_tokens - num_tokens
-                rate = ratio(emitted, time.monotonic() - start)
-                per_sequence = ratio(emitted, counters.num_sequence_steps - num_sequences)
-                bar.set_postfix_str(f"{rate:.0f} tokens/s, {per_sequence:.2f} tokens/step")
-                due = time.monotonic() + BAR_INTERVAL_S
-                if bar.n == len(requests):
+            for num_finished in counts:
+                if bar is not None:
+                    emitted = counters.num_emitted_tokens - num_tokens
+                    rate = ratio(emitted, time.monotonic() - start)
+                    per_sequence = ratio(emitted, counters.num_sequence_steps - num_sequences)
+                    bar.n = num_finished
+                    bar.set_postfix_str(f"{rate:.0f} tokens/s, {per_sequence:.2f} tokens/step")
+                    due = time.monotonic() + BAR_INTERVAL_S
+                if num_finished == len(requests):
                     return
 
     def _stream(self, request: Request) -> Iterator[RequestOutput]:

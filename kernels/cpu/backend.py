@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,7 +20,9 @@ from titan.kernels.cpu.runner import OP_TRAITS, make_compiled_runner
 from titan.kernels.cpu.sampling import CompiledSampling
 from titan.kernels.cpu.trees import CompiledTrees
 from titan.kernels.interfaces import LayerOps, PassCounts, PassLimits, Runner
-from titan.kernels.torch.backend import TorchBackend, using_threads
+from titan.kernels.torch.backend import TorchBackend, host_by_default, using_threads
+
+LOG = logging.getLogger(__name__)
 
 
 class CpuBackend(TorchBackend):
@@ -42,13 +45,17 @@ class CpuBackend(TorchBackend):
 
     def active(self) -> AbstractContextManager[None]:
         # else little is left to PyTorch, and its threads would take cores from the kernels' own
-        return using_threads(self.num_threads if self._torch_models else 1)
+        return host_by_default(using_threads(self.num_threads if self._torch_models else 1))
 
     def layer_ops(self, dtype: torch.dtype, traits: frozenset[str]) -> LayerOps:
         return CompiledOps(self._kernels, dtype) if _has_kernels(dtype, traits) else super().layer_ops(dtype, traits)
 
     def prepare(self, model: Any, kv: KVTensor, limits: PassLimits, counts: PassCounts) -> Runner:
         if not _has_kernels(model.dtype, model.config.traits):
+            if model.dtype not in COMPILED_DTYPES and model not in self._torch_models:
+                LOG.warning(
+                    "a model runs in %s, for which nothing is compiled: many times slower than float32 and bfloat16", model.dtype
+                )
             self._torch_models.add(model)
         if model.dtype in COMPILED_DTYPES and (runner := make_compiled_runner(self, self._kernels, model, kv)) is not None:
             return runner

@@ -67,6 +67,17 @@ def using_threads(num_threads: int) -> Iterator[None]:
             _open_contexts.remove(context)
 
 
+def host_by_default(context: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+    """Return a context in which tensors are made in the host's memory unless told where, whatever the caller's default is."""
+    return context if torch.empty(0).is_cpu else _on_the_host(context)
+
+
+@contextmanager
+def _on_the_host(context: AbstractContextManager[Any]) -> Iterator[None]:
+    with torch.device("cpu"), context:
+        yield
+
+
 def _set_threads(num_threads: int) -> None:
     if torch.get_num_threads() != num_threads:  # a call changes more than the number: MKL then never uses fewer
         torch.set_num_threads(num_threads)
@@ -93,7 +104,7 @@ class TorchBackend:
         self.trees: TreeOps = TorchTrees(self.sampling, self.upload)
 
     def active(self) -> AbstractContextManager[None]:
-        return using_threads(self.num_threads)
+        return host_by_default(using_threads(self.num_threads))
 
     def check_limits(self, *, block_size: int, max_batch_size: int) -> None:
         """Accept all limits."""

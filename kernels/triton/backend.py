@@ -16,6 +16,7 @@ from torch import Tensor
 from titan.core.kv_tensor import KVTensor
 from titan.core.limits import MAX_NODES
 from titan.kernels.interfaces import CacheOps, LayerOps, PassCounts, PassLimits, Runner, SamplingOps, TreeOps, WarmUp
+from titan.kernels.torch.backend import host_by_default
 from titan.kernels.torch.cache import TorchCache
 from titan.kernels.torch.layers import TorchOps
 from titan.kernels.torch.runner import TorchRunner
@@ -70,7 +71,8 @@ class TritonBackend:
 
     def active(self) -> AbstractContextManager[None]:
         # the caller, another engine or another thread, which runs the next step, may have another device and stream
-        return torch.cuda.stream(torch.cuda.default_stream(self.device)) if self.device.type == "cuda" else nullcontext()
+        stream = torch.cuda.stream(torch.cuda.default_stream(self.device)) if self.device.type == "cuda" else nullcontext()
+        return host_by_default(stream)
 
     def check_limits(self, *, block_size: int, max_batch_size: int) -> None:
         if block_size not in BLOCK_SIZES:

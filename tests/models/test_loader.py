@@ -170,7 +170,10 @@ def test_masks_and_layers_that_predict_further_tokens_may_be_left_over(tmp_path:
     assert run_all(engine, [prompt], [greedy(12, ignore_eos=True)]) == [written[0, 3:].tolist()]
 
 
-@pytest.mark.parametrize("surplus", ["model.layers.5.enorm.weight", "model.layers.2.attn.bias", "model.layers.2.c_attn.bias"])
+SURPLUS = ("model.layers.5.enorm.weight", "model.layers.2.attn.bias", "model.layers.2.c_attn.bias", "model.h.0.attn.bias")
+
+
+@pytest.mark.parametrize("surplus", SURPLUS)
 def test_what_else_is_left_over_is_refused(tmp_path: Path, surplus: str) -> None:
     checkpoint = Checkpoint(FAMILIES["deepseek_v3"], tmp_path)
     checkpoint.model.config.num_nextn_predict_layers = 2

@@ -48,7 +48,8 @@ class AdaptiveSpeculation:
     _load: Load = field(default_factory=lambda: Load((), 0, 0))
     _decision: Decision = RESTING
     # when last some might have drafted: whether only a probe did, what was best, and the mean weight of a token
-    _last_shown: tuple[bool, Optimum, float] = False, Optimum([], 0.0), 1.0
+    _last_shown: tuple[bool, Optimum] = False, Optimum([], 0.0)
+    _mean_weight: float = 1.0  # of a token, in the comparison that the optimum is of
 
     def decide(self, plan: StepPlan) -> None:
         """Set budgets, worths and reviews of a plan's rows."""
@@ -83,7 +84,9 @@ class AdaptiveSpeculation:
         plan.drafts_prompts = optimum.drafts or is_first_try
         self.num_reserved = min(self.max_nodes, RESERVED_NODES * max(optimum.num_nodes, default=0))
         if any(each.max_nodes for each in self._load.candidates):
-            self._last_shown = decision.is_probe, optimum, fmean([each.weight for each in self._load.candidates])
+            if optimum is not self._last_shown[1]:
+                self._mean_weight = fmean([each.weight for each in self._load.candidates])
+            self._last_shown = decision.is_probe, optimum
         plan.reviews = [rows[i] for i in decision.reviewed]
 
     def _num_steps_allowed(self, requests: Sequence[Request]) -> int:
@@ -192,7 +195,7 @@ class AdaptiveSpeculation:
         Args:
             mean_draft_tokens: per request and step, since the start.
         """
-        controller, (is_probe, optimum, weight) = self.controller, self._last_shown
+        controller, (is_probe, optimum), weight = self.controller, self._last_shown, self._mean_weight
         target, draft = controller.costs.target, controller.costs.draft
         return SpeculationMetrics(
             choice="probe" if is_probe else "on" if optimum.drafts else "off",

@@ -342,7 +342,7 @@ class KVCache:
         return -(-num_slots // self.block_size)
 
     def _allocate(self, count: int, after: int = -1) -> list[int]:
-        """Allocate free blocks, after a certain one if it can be; cached ones among them move to the swap space."""
+        """Allocate free blocks, after a certain one if it can be; cached ones, and the next ones, go to the swap space."""
         pool, space = self.pool, self.swap_space.pool
         if space.num_free:
             evicted = pool.next_evicted(count)

@@ -1,4 +1,4 @@
-"""The swap space: blocks in the host's memory, for the KV of preempted requests and for cached prefixes without room elsewhere.
+"""The swap space: blocks in the host's memory, for the KV of preempted requests and for cached prefixes that will be evicted.
 
 Its pool is of the same kind as that of the KV cache. Blocks of swapped requests are referenced; those of prefixes are free and
 cached, so that they are found by their hash until the space is needed.

@@ -30,8 +30,8 @@ LOG = logging.getLogger(__name__)
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Names of the number of experts in configs."""
 
-STORED_MASK = re.compile(r"\battn\.(bias|masked_bias|causal_mask)$")
-"""Names of masks that old versions of transformers stored with the weights of GPT-2, GPT-J and CodeGen."""
+WITH_STORED_MASKS, STORED_MASK = ("gpt2", "gptj", "codegen"), re.compile(r"\battn\.(bias|masked_bias|causal_mask)$")
+"""Models with whose weights old versions of transformers stored masks, and the names of these."""
 
 MAX_GROWTH = 1.2
 """Size of quantised weights in memory, relative to their files, above which they are said to be dequantised."""
@@ -166,7 +166,7 @@ def _check_report(report: Mapping[str, Any], config: TransformersConfig) -> None
 def _may_be_left_over(name: str, text_config: Any) -> bool:
     """Whether a weight that a model has no place for is a stored mask, or of the layers that predict further tokens."""
     if (layer := re.search(r"\blayers\.(\d+)\.", name)) is None:
-        return STORED_MASK.search(name) is not None
+        return text_config.model_type in WITH_STORED_MASKS and STORED_MASK.search(name) is not None
     num_layers: int = text_config.num_hidden_layers
     num_further: int = getattr(text_config, "num_nextn_predict_layers", None) or 0
     return num_layers <= int(layer[1]) < num_layers + num_further
