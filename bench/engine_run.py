@@ -63,14 +63,12 @@ def run_workload(
         is_static: the next requests are added when all of those before are finished.
 
     Raises:
-        RuntimeError: a request was ended before it had its tokens.
-        RuntimeWarning: the drafter failed, which elsewhere costs drafts and no request.
+        RuntimeError, RuntimeWarning: as `serve`.
     """
     requests = make_requests(engine, workload, use_speculative=use_speculative, temperature=temperature)
     changes: dict[Request, list[float]] = {request: [] for request in requests}
     seconds, cpu_start = 0.0, time.process_time()
-    with warnings.catch_warnings(), step_times(engine) as times:
-        warnings.filterwarnings("error", "the drafter .* failed", RuntimeWarning)
+    with step_times(engine) as times:
         for seconds, changed in serve(engine, workload, requests, concurrency or len(requests), is_static=is_static):
             for request in changed:
                 changes[request].append(seconds)
@@ -114,7 +112,7 @@ def run_first_steps(engine: Engine, workload: Workload, num_steps: int) -> Run:
     """Run the first steps of requests that all arrive together, and abort them.
 
     Raises:
-        RuntimeError: as `run_workload`.
+        RuntimeError, RuntimeWarning: as `serve`.
     """
     requests = make_requests(engine, workload)
     seconds = 0.0
@@ -133,7 +131,12 @@ def make_idle(engine: Engine) -> None:
 def serve(
     engine: Engine, workload: Workload, requests: Sequence[Request], concurrency: int, *, is_static: bool = False
 ) -> Iterator[tuple[float, list[Request]]]:
-    """Step an engine until all requests are finished; yields, after each step, the seconds until then and what it changed."""
+    """Step an engine until all requests are finished; yields, after each step, the seconds until then and what it changed.
+
+    Raises:
+        RuntimeError: a request was ended before it had its tokens.
+        RuntimeWarning: the drafter failed, which elsewhere costs drafts and no request.
+    """
     waiting = deque(zip(workload.arrivals, requests, strict=True))
     unfinished: set[Request] = set()
     start = time.monotonic()
@@ -148,7 +151,9 @@ def serve(
             request.metrics.arrival_time = engine.scheduler.clock()
             engine.scheduler.add(request)
             unfinished.add(request)
-        changed = engine.step()
+        with warnings.catch_warnings():  # only around the step: filters are the process's
+            warnings.filterwarnings("error", "the drafter .* failed", RuntimeWarning)
+            changed = engine.step()
         for request in changed:
             if request.is_finished and request.finish_reason != "length":
                 raise RuntimeError(f"request {request.request_id} ended early: {request.error or request.finish_reason}")

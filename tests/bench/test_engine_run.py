@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +15,7 @@ from zoo import Zoo, random_prompts
 
 from titan import LLM, SamplingParams
 from titan.bench import engine_run
-from titan.bench.engine_run import make_idle, make_requests, run_static, run_workload
+from titan.bench.engine_run import make_idle, make_requests, run_first_steps, run_static, run_workload, serve
 from titan.bench.runs import Run
 from titan.bench.step_times import TimedSteps, step_times
 from titan.bench.workloads import Workload
@@ -140,6 +141,32 @@ def test_an_aborted_request_is_an_error_and_the_engine_can_be_made_idle(engine: 
     scheduler.add(make_requests(engine, WORKLOAD)[0])
     make_idle(engine)
     assert not scheduler.has_unfinished and not engine.observers
+
+
+@pytest.mark.filterwarnings("ignore:the drafter 'ngram' failed:RuntimeWarning")  # as Python shows it: a line, and the run goes on
+@pytest.mark.parametrize(
+    "measure",
+    [
+        lambda engine: run_workload(engine, WORKLOAD),
+        lambda engine: run_first_steps(engine, WORKLOAD, 3),
+        lambda engine: list(serve(engine, WORKLOAD, make_requests(engine, WORKLOAD), 3)),
+    ],
+    ids=["workload", "first steps", "steps"],
+)
+def test_a_drafter_that_fails_is_an_error_however_it_is_measured(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch, measure: Callable[[Engine], object]
+) -> None:
+    engine = make_engine(zoo.path("llama"), "ngram", speculation="fixed", max_model_len=80)
+    monkeypatch.setattr(engine.drafter, "propose", lambda _: 1 / 0)
+    with pytest.raises(RuntimeWarning, match=r"the drafter 'ngram' failed, .*: ZeroDivisionError"):
+        measure(engine)
+    make_idle(engine)
+    assert not engine.scheduler.has_unfinished
+
+
+def test_filters_of_warnings_are_as_they_were_between_steps(engine: Engine) -> None:
+    filters = list(warnings.filters)
+    assert all(warnings.filters == filters for _ in serve(engine, WORKLOAD, make_requests(engine, WORKLOAD), 3))
 
 
 @pytest.fixture(params=["as it is", "operation by operation"])
