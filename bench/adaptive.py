@@ -128,8 +128,7 @@ class AdaptiveBench:
     def _make_drafter(self, engine: Engine) -> Drafter:
         args, draft = self.args, self.args.draft_model
         if args.hopeless and not self._drafts:
-            drafter = open_drafter(draft, engine.draft_context())()
-            if isinstance(drafter, DraftModelDrafter) and drafter.vocabulary is not None:
+            if plain_drafter(open_drafter(draft, engine.draft_context())(), "hopeless", draft).vocabulary is not None:
                 raise ValueError(f"--hopeless needs a draft with the target's tokens: those of --draft-model {draft} are others")
             shuffled = load_shuffled(draft, args.dtype, args.draft_weight_bits, self._backend, args.seed)
             self._drafts[draft] = LoadedDraft(shuffled)
@@ -137,9 +136,8 @@ class AdaptiveBench:
         drafter = recipe.make_drafter(engine, self._drafts)
         if not args.mixed:
             return drafter
-        if type(drafter) is not DraftModelDrafter:
-            raise ValueError(f"--mixed needs a draft model: --draft-model {draft} is a {type(drafter).__name__}")
-        return HalfHopelessDrafter(draft, drafter.model, engine.draft_context(), drafter.vocabulary)
+        plain = plain_drafter(drafter, "mixed", draft)
+        return HalfHopelessDrafter(draft, plain.model, engine.draft_context(), plain.vocabulary)
 
     def report(self) -> Report:
         """Lay out what was measured so far."""
@@ -158,6 +156,17 @@ class AdaptiveBench:
         results: dict[str, Sequence[Row | Sample]] = {"rows": rows, "samples": samples}
         tables = [figure_table("Tokens/s", rows, ["at once", "setting"], COLUMNS)]
         return Report("Adaptive speculation", adaptive_answer(rows), results, tables, notes, self.problems)
+
+
+def plain_drafter(drafter: Drafter, option: str, name: str) -> DraftModelDrafter:
+    """Return a drafter that is nothing but a draft model: a subclass may propose otherwise.
+
+    Raises:
+        ValueError: it is another, for which ``option`` has no meaning.
+    """
+    if type(drafter) is not DraftModelDrafter:
+        raise ValueError(f"--{option} needs a draft model: --draft-model {name} is a {type(drafter).__name__}")
+    return drafter
 
 
 def mean_samples(samples: Sequence[Sample]) -> list[Sample]:
@@ -248,9 +257,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     args = parse_arguments(argv)
     bench = AdaptiveBench(args)
-    measure_and_publish(args, bench.run, bench.report)
-    if args.plot is not None:
-        write_plot(make_rows(bench.samples), args.plot)
+    try:
+        measure_and_publish(args, bench.run, bench.report)
+    finally:
+        if args.plot is not None and bench.samples:
+            write_plot(make_rows(bench.samples), args.plot)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

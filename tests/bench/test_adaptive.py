@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from itertools import islice
 from math import comb
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,8 @@ from titan.bench.hopeless_drafts import load_shuffled
 from titan.bench.runs import Run
 from titan.bench.samples import Sample, make_rows
 from titan.bench.workloads import Workload
+from titan.draft.draft_model import DraftModelDrafter
+from titan.draft.registry import _FACTORIES, open_draft_model, register
 from titan.engine import Engine
 from titan.models.files import ModelFiles
 from titan.models.loader import load_model, open_model
@@ -207,6 +211,33 @@ def test_bad_options_are_refused(zoo: Zoo, bad: list[str], message: str, capsys:
 def test_a_draft_without_weights_is_refused_before_work_is_done(zoo: Zoo, option: str) -> None:
     with pytest.raises(ValueError, match=f"{option} needs a draft model: --draft-model ngram is none"):
         parse_arguments(options(zoo, "--draft-model", "ngram", option))
+
+
+@pytest.mark.parametrize("option", ["--mixed", "--hopeless"])
+def test_a_drafter_of_a_class_of_its_own_is_refused_with_its_name(zoo: Zoo, monkeypatch: pytest.MonkeyPatch, option: str) -> None:
+    class Mine(DraftModelDrafter):
+        pass
+
+    monkeypatch.setattr("titan.draft.registry._FACTORIES", dict(_FACTORIES))
+    register("mine", lambda context: open_draft_model(zoo.path("llama~"), context, Mine)())
+    with pytest.raises(ValueError, match=f"{option} needs a draft model: --draft-model mine is a Mine"):
+        AdaptiveBench(parse_arguments(options(zoo, *SIZES, "--draft-model", "mine", option)))
+
+
+@pytest.mark.parametrize("num_places", [0, 1])
+def test_what_was_measured_before_a_failure_is_plotted(
+    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_places: int
+) -> None:
+    original = AdaptiveBench.run
+
+    def run_and_fail(bench: AdaptiveBench) -> Iterator[None]:
+        yield from islice(original(bench), num_places)
+        raise OSError("no room")
+
+    monkeypatch.setattr(AdaptiveBench, "run", run_and_fail)
+    with pytest.raises(OSError, match="no room"):
+        run(zoo, tmp_path, *SIZES, f"--plot={tmp_path / 'run.svg'}")
+    assert (tmp_path / "run.svg").exists() == (num_places == 1)
 
 
 def test_a_plot_that_could_not_be_drawn_is_refused_before_work_is_done(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
