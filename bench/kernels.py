@@ -4,8 +4,8 @@
     titan bench kernels --select "swap or recompute"
 
 A time is the fastest of many: what else runs on the machine can only add to it. It is shown in microseconds and over a reference
-of the same run, a matrix product for kernels and a loop of Python for the host's part, each run first and last, so that a slower
-machine alone changes little. Ctrl-C ends the measurement and reports what there is.
+of the same run, a matrix product for the part "kernel" and a loop of Python for the part "host", each run first and last, so that
+a slower machine alone changes little. Ctrl-C ends the measurement and reports what there is.
 """
 
 from __future__ import annotations
@@ -105,12 +105,13 @@ def make_rows(benchmarks: Sequence[Mapping[str, Any]], references: Mapping[str, 
 def make_report(rows: Sequence[Row], failures: Sequence[str]) -> Report:
     """All rows; what failed is a warning."""
     return Report(
-        "Kernels and host",
+        "Parts of a step",
         f"{count(len(rows), 'benchmark')} ran.",
         {"rows": rows},
         [figure_table("Times of a call", rows, ["benchmark", "part"], COLUMNS)],
         notes=[
-            "median: ± half of what is between the quartiles. x reference: the fastest time over that of the reference of its part."
+            "median: ± half of what is between the quartiles. x reference: the fastest time over that of a matrix product of the "
+            "same run (part kernel), or of a loop of Python (part host)."
         ],
         warnings=failures,
     )
