@@ -139,7 +139,7 @@ class EngineMachine(RuleBasedStateMachine):
             enable_prefix_caching=random.random() < 0.7, swap_space=random.choice([0, 2**17, 2**18, 2**18, 2**18]),
             preemption_mode=random.choice(["auto"] * 6 + ["recompute"]), scheduling_policy=self.policy,
             reservation=random.choice(["on_demand"] * 4 + ["max_tokens"]), max_waiting_requests=8,
-            max_draft_tokens=random.randint(1, 6), draft_tree=random.choice(["auto", "chain", "dynamic"]),
+            max_draft_tokens=random.choice([*range(1, 7), 20]), draft_tree=random.choice(["auto", "chain"]),
         )  # fmt: skip
         self.now, self.num_steps, self.has_failed = 0.0, 0, False
         self.engine.scheduler.clock = lambda: self.now
