@@ -265,7 +265,7 @@ def test_new_requests_start_at_the_temperature_that_repeated_steps_showed(zoo: Z
     for prompt in PROMPTS[:4]:
         run_all(engine, [prompt], [greedy(60, ignore_eos=True)])
     assert engine.adaptive is not None
-    assert num_followed + engine.adaptive._num_repeats == num_drafting > 40
+    assert num_followed + engine.adaptive._num_unfollowed == num_drafting > 40
 
 
 def test_what_a_drafter_without_a_model_takes_counts(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:

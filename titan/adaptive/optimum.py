@@ -31,6 +31,7 @@ class Optimum:
 
     num_nodes: list[int]
     off_rate: float  # weighted tokens per second without drafts
+    mean_weight: float = 1.0  # of a token without drafts
     on_rate: float = 0.0  # of the best setting that drafts
     seconds: float = 0.0  # of a step with that setting
     node_seconds: float = 0.0  # of a node in the target's pass, near their number; at a step of the curve, before it
@@ -110,7 +111,7 @@ def best(acceptance: Sequence[float], prices: Prices, yield_factor: float = 1.0,
     """
     candidates, off_rate = prices.load.candidates, prices.off_rate
     n = len(candidates)
-    optimum = Optimum([0] * n, off_rate)
+    optimum = Optimum([0] * n, off_rate, prices.total_weight / n)
     nodes = _nodes_by_value(candidates, acceptance)
     if not nodes:
         return optimum

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import exp, log
-from statistics import fmean
 from sys import maxsize
 
 from titan.adaptive.controller import Controller, Decision
@@ -44,12 +43,10 @@ class AdaptiveSpeculation:
     _last_requests: Sequence[Request] = ()  # those of the last step, if each had one token
     _repeats: bool = False  # whether the step does as the last one did
     _num_allowed: int = 0  # next steps for which it is known that requests may do as in the last one
-    _num_repeats: int = 0  # of drafts, since the last requests' temperatures were followed
+    _num_unfollowed: int = 0  # repeats with drafts since the last requests' temperatures were followed
     _load: Load = field(default_factory=lambda: Load((), 0, 0))
     _decision: Decision = RESTING
-    # when last some might have drafted: whether only a probe did, what was best, and the mean weight of a token
-    _last_shown: tuple[bool, Optimum] = False, Optimum([], 0.0)
-    _mean_weight: float = 1.0  # of a token, in the comparison that the optimum is of
+    _last_shown: tuple[bool, Optimum] = False, Optimum([], 0.0)  # whether only a probe drafted, when last some might have drafted
 
     def decide(self, plan: StepPlan) -> None:
         """Set budgets, worths and reviews of a plan's rows."""
@@ -67,8 +64,8 @@ class AdaptiveSpeculation:
 
     def _decide_anew(self, plan: StepPlan, num_rows: int) -> None:
         for request in self._last_requests:
-            self._follow_temperature(request, self._num_repeats)
-        self._num_repeats = 0
+            self._follow_temperature(request, self._num_unfollowed)
+        self._num_unfollowed = 0
         rows, num_context = plan.emitting_rows(), plan.num_context_tokens
         self._rows = rows
         num_new = [plan.requests[i].metrics.first_token_time for i in rows].count(None)
@@ -84,8 +81,6 @@ class AdaptiveSpeculation:
         plan.drafts_prompts = optimum.drafts or is_first_try
         self.num_reserved = min(self.max_nodes, RESERVED_NODES * max(optimum.num_nodes, default=0))
         if any(each.max_nodes for each in self._load.candidates):
-            if optimum is not self._last_shown[1]:
-                self._mean_weight = fmean([each.weight for each in self._load.candidates])
             self._last_shown = decision.is_probe, optimum
         plan.reviews = [rows[i] for i in decision.reviewed]
 
@@ -173,7 +168,7 @@ class AdaptiveSpeculation:
         else:
             self.controller.observe(outcome)
         if self._repeats:
-            self._num_repeats += 1
+            self._num_unfollowed += 1
             return
         if num_nodes:
             for i in self._rows:
@@ -195,13 +190,13 @@ class AdaptiveSpeculation:
         Args:
             mean_draft_tokens: per request and step, since the start.
         """
-        controller, (is_probe, optimum), weight = self.controller, self._last_shown, self._mean_weight
+        controller, (is_probe, optimum) = self.controller, self._last_shown
         target, draft = controller.costs.target, controller.costs.draft
         return SpeculationMetrics(
             choice="probe" if is_probe else "on" if optimum.drafts else "off",
             mean_draft_tokens=mean_draft_tokens,
-            off_rate=optimum.off_rate / weight,
-            on_rate=optimum.on_rate / weight,
+            off_rate=optimum.off_rate / optimum.mean_weight,
+            on_rate=optimum.on_rate / optimum.mean_weight,
             acceptance=own_acceptance(controller.fleet, controller.fleet.agreement),
             agreement=controller.fleet.agreement,
             target_pass={size: target.predict(size, 0) for size in target.sizes},
