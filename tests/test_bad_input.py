@@ -396,10 +396,23 @@ def test_arguments_of_chat(llm: LLM, options: dict[str, Any], parts: list[str]) 
         llm.chat([{"role": "user", "content": "a"}], **options)
 
 
-def test_a_request_is_aborted_by_the_text_of_its_id(llm: LLM) -> None:
-    for request_id in (0, None):
+def test_requests_are_aborted_by_the_text_of_their_ids(llm: LLM) -> None:
+    for request_id in (0, None, ["a", 0], b"a"):
         with raises(f"request_id={request_id}", "a str"):
             llm.abort(request_id)  # type: ignore[arg-type]
+
+
+def test_ids_are_text_and_different(llm: LLM) -> None:
+    for request_id, allowed in [
+        (5, "a non-empty str"),
+        ("", "a non-empty str"),
+        ("17", "numbers are the ids of requests that are"),
+    ]:
+        with raises(f"request_id={request_id!r}", allowed):
+            llm.generate("a", request_id=request_id)  # type: ignore[arg-type]
+    for request_ids in ("a", ["a", "a"]):
+        with raises(f"request_id={request_ids!r}", "names several prompts alike", "different ids"):
+            llm.generate(["a", "b"], request_id=request_ids)
 
 
 @pytest.mark.parametrize(("method", "prompt"), [("generate", "a"), ("stream", "a"), ("chat", [{"role": "user", "content": "a"}])])

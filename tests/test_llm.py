@@ -233,8 +233,8 @@ def test_a_request_times_out_that_has_no_room_to_wait_in(llm: LLM, monkeypatch: 
 def test_abort_ends_all_completions_of_a_request_and_no_other(llm: LLM) -> None:
     streams = [llm.stream(prompt, greedy(40, ignore_eos=True, n=2)) for prompt in PROMPTS[:2]]
     first, other = (next(stream) for stream in streams)
-    assert not llm.abort("no such")
-    assert llm.abort(first.request_id) and not llm.abort(first.request_id)
+    assert llm.abort("no such") == 0
+    assert (llm.abort(first.request_id), llm.abort(first.request_id)) == (1, 0)
     [last] = streams[0]
     assert [each.finish_reason for each in last.outputs] == ["abort"] * 2 and "was called" in (last.error or "")
     assert [each.token_ids[: len(old.token_ids)] for each, old in zip(last.outputs, first.outputs, strict=True)] == [
@@ -242,6 +242,33 @@ def test_abort_ends_all_completions_of_a_request_and_no_other(llm: LLM) -> None:
     ]
     *_, last = streams[1]
     assert [each.finish_reason for each in last.outputs] == ["length"] * 2 and last.request_id == other.request_id
+
+
+def test_an_id_is_that_of_one_request_in_flight(llm: LLM) -> None:
+    params = greedy(40, ignore_eos=True, n=2)
+    expected = llm.generate(PROMPTS[0], params, False)[0].outputs
+    stream = llm.stream(PROMPTS[0], params, request_id="mine")
+    assert next(stream).request_id == "mine"
+    num_steps = llm.metrics().num_steps
+    for call in (llm.generate, llm.stream):
+        with pytest.raises(ValueError, match="request_id='mine' is that of a request in flight"):
+            list(call(PROMPTS[1], params, request_id="mine"))
+    with pytest.raises(ValueError, match="request_id='mine' is that of a request in flight"):
+        llm.generate(PROMPTS[1:3], params, False, request_id=["other", "mine"])
+    assert llm.metrics().num_steps == num_steps and llm.abort("other") == 0
+    *_, last = stream
+    assert (last.request_id, last.outputs) == ("mine", expected)
+    with pytest.warns(UserWarning, match="prompt 1 was not run"):
+        outputs = llm.generate([PROMPTS[0], ""], params, False, request_id=["mine", "other"])
+    assert [output.request_id for output in outputs] == ["mine", "other"] and outputs[0].outputs == expected
+
+
+def test_all_requests_are_aborted_at_once(llm: LLM) -> None:
+    streams = [llm.stream(prompt, greedy(40, ignore_eos=True, n=2)) for prompt in PROMPTS[:3]]
+    for stream in streams[:2]:
+        next(stream)
+    assert (llm.abort_all(), llm.abort_all()) == (2, 0)
+    assert [[each.finish_reason for each in last.outputs] for (*_, last) in streams] == [["abort"] * 2] * 2 + [["length"] * 2]
 
 
 def test_abort_ends_the_completions_that_are_not_even_queued(zoo: Zoo) -> None:

@@ -593,7 +593,8 @@ def test_a_request_whose_time_is_over_needs_no_room_to_wait_and_ends_in_the_next
     assert world.scheduler.expire() == [late] and late.finish_reason == "abort" and len(world.scheduler.waiting) == 1
 
 
-def test_a_request_that_an_interrupt_has_lost_times_out_once() -> None:
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_a_request_that_an_interrupt_has_lost_ends_once(is_aborted: bool) -> None:
     """It is neither waiting nor running, and must not stop those that are."""
     world = World(max_batch_size=1, num_kv_blocks=40)
     lost = Request(
@@ -601,7 +602,9 @@ def test_a_request_that_an_interrupt_has_lost_times_out_once() -> None:
     )
     world.scheduler.add(lost)
     world.scheduler.waiting.clear()
-    assert world.scheduler.expire() == [lost] and world.scheduler.expire() == []
+    if is_aborted:
+        world.scheduler.abort(lost)
+    assert [world.scheduler.expire(), world.scheduler.expire()] == [[] if is_aborted else [lost], []]
 
 
 def test_finished_requests_leave_and_waiting_ones_join_at_the_next_step() -> None:

@@ -136,28 +136,57 @@ def test_every_output_of_8_threads_with_50_calls_each_is_the_lonely_one(llm: LLM
 def test_a_request_that_another_thread_aborts_ends_with_what_it_has(llm: LLM) -> None:
     """The last one in flight: nothing is left to step for, while its caller has been asked already."""
     prompts, params = [PROMPTS[0], PROMPTS[1]], [SamplingParams(max_tokens=60, ignore_eos=True), SamplingParams(max_tokens=1)]
-    first_id = str(int(llm.generate([PROMPTS[2]], params[1:], use_tqdm=False)[0].request_id) + 1)
 
     def generate_both() -> list[RequestOutput]:
         aborting: list[threading.Thread] = []
 
         def observe(*_: Any) -> None:  # inside a step in which the second request has ended
             if len(llm.engine.scheduler.running) == 1 and not aborting:
-                aborting.append(threading.Thread(target=lambda: results.append(llm.abort(first_id)), daemon=True))
+                aborting.append(threading.Thread(target=lambda: results.append(llm.abort("first")), daemon=True))
                 aborting[0].start()
                 await_callers(llm, 2)
 
         llm.engine.observers.append(observe)
         try:
-            return llm.generate(prompts, params, use_tqdm=False)
+            return llm.generate(prompts, params, use_tqdm=False, request_id=["first", "second"])
         finally:
             llm.engine.observers.remove(observe)
             aborting[0].join(WATCHDOG_S)
 
-    results: list[bool] = []
+    results: list[int] = []
     [outputs] = in_threads(generate_both)
-    assert [each.outputs[0].finish_reason for each in outputs] == ["abort", "length"] and results == [True]
+    assert [each.outputs[0].finish_reason for each in outputs] == ["abort", "length"] and results == [1]
     assert 0 < len(outputs[0].outputs[0].token_ids) < 60 and "was called" in (outputs[0].error or "")
+
+
+def test_requests_that_wait_are_aborted_by_the_ids_that_they_were_given(zoo: Zoo) -> None:
+    """One request runs, one waits, and two have not even room for that."""
+    llm = LLM(zoo.path("llama+text"), dtype="float32", device="cpu", num_kv_blocks=64, max_batch_size=1, max_waiting_requests=1)
+    outputs, num_aborted = list[RequestOutput](), list[int]()
+
+    def call_beside_it() -> None:
+        ids, params = ["a", None, "b"], greedy(6, ignore_eos=True)
+        calls: list[Callable[[], None]] = [
+            lambda: outputs.extend(llm.generate(PROMPTS[1:], params, use_tqdm=False, request_id=ids)),
+            lambda: num_aborted.append(llm.abort(["b", "no such", "a"])),
+        ]
+        for call in calls:
+            threads.append(threading.Thread(target=call, daemon=True))
+            threads[-1].start()
+            await_callers(llm, 1 + len(threads))
+
+    threads: list[threading.Thread] = []
+    in_next_step(llm, call_beside_it)
+    running = generate(llm, PROMPTS[0], greedy(20, ignore_eos=True))
+    for thread in threads:
+        thread.join(WATCHDOG_S)
+    assert num_aborted == [2] and len(running[0][0]) == 20
+    assert [(each.outputs[0].finish_reason, len(each.outputs[0].token_ids)) for each in outputs] == [
+        ("abort", 0),
+        ("length", 6),
+        ("abort", 0),
+    ]
+    assert (outputs[0].request_id, outputs[1].request_id.isdecimal(), outputs[2].request_id) == ("a", True, "b")
 
 
 def test_threads_join_one_batch(llm: LLM) -> None:

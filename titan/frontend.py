@@ -78,7 +78,9 @@ class FrontEnd:
                 warnings.warn(f"prompt {i} was not run: {refusal.reason}", stacklevel=4)  # at the caller of the LLM
         self._run_all([each for request in requests for each in request.family], use_tqdm)
         return [
-            self.output(request) if isinstance(request, Request) else _refused_output(i, prompts[i], params[i], request.reason)
+            self.output(request)
+            if isinstance(request, Request)
+            else _refused_output(terms[i].request_id or f"refused-{i}", prompts[i], params[i], request.reason)
             for i, request in enumerate(made)
         ]
 
@@ -114,6 +116,7 @@ class FrontEnd:
                 )
         bad_word_ids = tuple(chain.from_iterable(map(self._encode_bad_word, params.bad_words or ())))
         number = next(self._numbers)
+        request_id = terms.request_id or str(number)
         is_text_needed = self.tokenizer is not None and params.detokenize and (needs_text or params.stop_strings)
         eos_token_ids = () if params.ignore_eos else self._eos_token_ids
         stop_token_ids = frozenset((*eos_token_ids, *(params.stop_token_ids or ())))
@@ -124,7 +127,7 @@ class FrontEnd:
             seed = _draw_seed(np.random.SeedSequence([engine_seed, number]))
         family = tuple(
             Request(
-                request_id=f"{number}-{index}" if index else str(number),
+                request_id=f"{request_id}-{index}" if index else request_id,
                 prompt=text,
                 prompt_token_ids=prompt_token_ids,
                 params=params,
@@ -325,13 +328,13 @@ def _progress(request: Request) -> tuple[int, bool]:
     return sum(each.num_output_tokens for each in request.family), all(each.is_finished for each in request.family)
 
 
-def _refused_output(index: int, prompt: Prompt | Refusal, params: SamplingParams, reason: str) -> RequestOutput:
+def _refused_output(request_id: str, prompt: Prompt | Refusal, params: SamplingParams, reason: str) -> RequestOutput:
     """Return the output of a prompt that was not run."""
     now = time.monotonic()
     text, token_ids = shown_prompt(prompt)
     completions = [CompletionOutput(i, "", [], finish_reason=FinishReason.ABORT.value) for i in range(params.n)]
     metrics = RequestMetrics(arrival_time=now, finished_time=now)
-    return RequestOutput(f"refused-{index}", text, token_ids or [], completions, True, metrics, reason)
+    return RequestOutput(request_id, text, token_ids or [], completions, True, metrics, reason)
 
 
 def _hold_back(output: RequestOutput, num_characters: int) -> RequestOutput:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from os import PathLike, fspath
 from typing import Any, Unpack
@@ -102,12 +102,13 @@ class LLM:
             prompts: one prompt or a sequence of them, which may be empty.
             sampling_params: one for all prompts, or one per prompt; ``None`` = `get_default_sampling_params`.
             use_tqdm: show a progress bar with tokens/s and mean acceptance length.
-            terms: ``priority``, ``deadline_s``, ``timeout_s``, ``user`` and ``cache_salt``, which `titan.core.terms.RequestTerms`
-                documents: one value for all prompts, or a list of one per prompt.
+            terms: ``request_id``, ``priority``, ``deadline_s``, ``timeout_s``, ``user`` and ``cache_salt``, which
+                `titan.core.terms.RequestTerms` documents: one value for all prompts, or a list of one per prompt.
 
         Raises:
             TypeError: there is no term of a name.
-            ValueError: no prompt is allowed, a term is not, or ``sampling_params`` or a term does not match ``prompts``.
+            ValueError: no prompt is allowed, a term is not, a request in flight has the same id, or ``sampling_params`` or a term
+                does not match ``prompts``.
         """
         return self._generate(as_prompts(prompts), sampling_params, use_tqdm, terms)
 
@@ -170,28 +171,35 @@ class LLM:
 
         Raises:
             TypeError: there is no term of a name.
-            ValueError: the prompt or a term is not allowed.
+            ValueError: the prompt or a term is not allowed; or, with the first output, a request in flight has the same id.
         """
         [params] = _as_params_list(self._default_params if sampling_params is None else sampling_params, 1)
         return self.frontend.stream(prompt, params, *as_terms(1, **terms))
 
-    def abort(self, request_id: str) -> bool:
-        """End a request in flight, all its completions: its caller gets the output so far, with finish_reason "abort".
+    def abort(self, request_id: str | Collection[str]) -> int:
+        """End requests in flight, all their completions: their callers get the output so far, with finish_reason "abort".
 
-        For a thread beside the one that waits for the request, or between the outputs of `stream`.
+        For a thread beside those that wait for the requests, or between the outputs of `stream`.
 
         Args:
-            request_id: of its `RequestOutput`.
+            request_id: as given to `generate`, `chat` or `stream`, or that of a `RequestOutput`; or several of these.
 
         Returns:
-            Whether such a request was unfinished.
+            How many such requests were unfinished.
 
         Raises:
-            ValueError: the id is no text.
+            ValueError: an id is no text.
         """
-        if not isinstance(request_id, str):
-            raise ValueError(f"request_id={shown(request_id)} is not allowed: it must be a str, that of a RequestOutput")
-        return self.frontend.loop.abort(request_id)
+        request_ids = [request_id] if isinstance(request_id, str) else request_id
+        if not isinstance(request_ids, Collection) or not all(isinstance(each, str) for each in request_ids):
+            raise ValueError(
+                f"request_id={shown(request_id)} is not allowed: it must be a str, that of a request, or a list of such"
+            )
+        return self.frontend.loop.abort(request_ids)
+
+    def abort_all(self) -> int:
+        """End all requests in flight as `abort` does, and return how many there were; what is called from then on runs."""
+        return self.frontend.loop.abort()
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; requests in flight keep their blocks. Return True, as vLLM does where it succeeds."""

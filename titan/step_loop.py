@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from threading import Lock, get_ident
 from typing import Any, TypeVar
 
+from titan.core.checks import shown
 from titan.core.process import check_process
 from titan.core.request import Request
 from titan.engine import Engine
@@ -50,7 +51,7 @@ class StepLoop:
         self._lock = Lock()  # of the leader
         self._leader: int | None = None  # its thread
         self._callers: dict[_Caller, None] = {}  # in order of arrival; the leader is among them
-        self._to_queue: dict[int, deque[Request]] = {}  # requests of callers that the scheduler has no room for yet
+        self._in_flight: dict[str, Request] = {}  # of callers, by id: of each prompt the first request
         self._abandoned: deque[Request] = deque()
         self._ended: dict[Request, str] = {}  # requests that a failed step ended, and why; until their callers know
         self._damage: str | None = None  # the failure that left the engine unusable
@@ -65,12 +66,13 @@ class StepLoop:
             find_news: called between steps, perhaps by another thread; must not wait.
 
         Raises:
+            ValueError: a request in flight has the id of one of them; none has started then.
             RuntimeError: a step failed, which ended one of the requests. The thread that made the step gets the error itself.
             RuntimeError: as `between_steps`.
         """
         to_queue, scheduler = deque(requests), self.engine.scheduler
         expiries = deque(sorted(each.expiry for each in requests if each.expiry is not None))
-        self._to_queue[id(to_queue)] = to_queue
+        firsts = [each for each in requests if not each.index]
 
         def ask() -> T | None:
             if self._ended and (ended := self._ended.keys() & requests):
@@ -88,10 +90,15 @@ class StepLoop:
             return find_news()
 
         try:
+            for first in firsts:
+                if self._in_flight.setdefault(first.request_id, first) is not first:
+                    raise ValueError(f"request_id={shown(first.request_id)} is that of a request in flight: allowed is another one")
             while True:
                 yield self._wait(ask)
         finally:
-            del self._to_queue[id(to_queue)]
+            for first in firsts:
+                if self._in_flight.get(first.request_id) is first:
+                    del self._in_flight[first.request_id]
             to_queue.clear()  # lest a leader that is asking just now queues more
             unfinished = [request for request in requests if not request.is_finished]
             try:
@@ -108,24 +115,26 @@ class StepLoop:
         """
         return self._wait(lambda: (function(),))[0]
 
-    def abort(self, request_id: str) -> bool:
-        """Abort the unfinished completions of a prompt, given the id of the first; return whether there were any.
+    def abort(self, request_ids: Collection[str] | None = None) -> int:
+        """Abort requests by their ids, or all, with all their completions; return how many of them were unfinished.
 
         Raises:
             RuntimeError: as `between_steps`.
         """
         scheduler = self.engine.scheduler
 
-        def abort_family() -> bool:
-            requests = [*scheduler.in_flight]
-            for to_queue in tuple(self._to_queue.values()):
-                requests += to_queue
-            meant = [each for each in requests if each.family[0].request_id == request_id and not each.is_finished]
-            for request in meant:
-                scheduler.abort(request, f"abort({request_id!r}) was called")
-            return bool(meant)
+        def abort_families() -> int:
+            num_aborted = 0
+            for request_id, first in tuple(self._in_flight.items()):  # at once: other threads come and leave
+                if request_ids is not None and request_id not in request_ids:
+                    continue
+                unfinished = [each for each in first.family if not each.is_finished]
+                for each in unfinished:
+                    scheduler.abort(each, "abort_all() was called" if request_ids is None else f"abort({request_id!r}) was called")
+                num_aborted += bool(unfinished)
+            return num_aborted
 
-        return self.between_steps(abort_family)
+        return self.between_steps(abort_families)
 
     def check_caller(self) -> None:
         """Refuse a caller that would wait forever, or for an engine that is damaged.

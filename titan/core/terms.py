@@ -1,4 +1,4 @@
-"""The terms of a request: how urgent it is, whose it is, and how long it may take."""
+"""The terms of a request: what it is called, how urgent it is, whose it is, and how long it may take."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack
 
-from titan.core.checks import as_list, check_choice, check_number, check_text, store, unknown_names
+from titan.core.checks import as_list, check_choice, check_number, check_text, shown, store, unknown_names
 
 PRIORITIES = ("critical", "normal", "batch")
 """Classes of requests, the most important first."""
@@ -14,9 +14,11 @@ PRIORITIES = ("critical", "normal", "batch")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTerms:
-    """How a request is scheduled; none of it changes its tokens.
+    """How a request is called and scheduled; none of it changes its tokens.
 
     Args:
+        request_id: of its `RequestOutput`; `LLM.abort` ends it by this. No request in flight may have the same, and it must be no
+            number, as the ids of requests are that are given none (``None``).
         priority: class of the request, "critical", "normal" or "batch"; the policy "priority" reads it.
         deadline_s: seconds after its arrival by which the request should be finished; the policy "priority" reads it, and a
             request goes on after its deadline. ``None`` = after all that have one.
@@ -29,6 +31,7 @@ class RequestTerms:
         ValueError: a value is not allowed; the message names the argument, the value and what is allowed.
     """
 
+    request_id: str | None = None
     priority: str = "normal"
     deadline_s: float | None = None
     timeout_s: float | None = None
@@ -40,13 +43,16 @@ class RequestTerms:
         for name in ("deadline_s", "timeout_s"):
             if getattr(self, name) is not None:
                 store(self, **{name: check_number(name, getattr(self, name), low=0.0, open_low=True)})
-        for name in ("user", "cache_salt"):
+        for name in ("request_id", "user", "cache_salt"):
             check_text(name, getattr(self, name))
+        if self.request_id is not None and self.request_id.isdecimal():
+            raise ValueError(f"request_id={self.request_id!r} is not allowed: numbers are the ids of requests that are given none")
 
 
 class TermOptions(TypedDict, total=False):
     """The fields of `RequestTerms` by name, for type checkers: one value for all prompts, or one per prompt."""
 
+    request_id: str | Sequence[str | None] | None
     priority: str | Sequence[str]
     deadline_s: float | Sequence[float | None] | None
     timeout_s: float | Sequence[float | None] | None
@@ -59,7 +65,7 @@ def as_terms(num_prompts: int, **options: Unpack[TermOptions]) -> list[RequestTe
 
     Raises:
         TypeError: there is no term of a name.
-        ValueError: a value is not allowed, or there are values for another number of prompts.
+        ValueError: a value is not allowed, there are values for another number of prompts, or several of these have one id.
     """
     names = tuple(RequestTerms.__dataclass_fields__)
     if unknown := [name for name in options if name not in names]:
@@ -70,9 +76,14 @@ def as_terms(num_prompts: int, **options: Unpack[TermOptions]) -> list[RequestTe
         if len(value) != num_prompts:
             raise ValueError(f"{name} has {len(value)} entries for {num_prompts} prompts: give one value, or one per prompt")
     common = {name: value for name, value in values.items() if name not in each}
-    if not each:
-        return [RequestTerms(**common)] * num_prompts
-    return [_terms_of(i, common | {name: value[i] for name, value in each.items()}) for i in range(num_prompts)]
+    if each:
+        terms = [_terms_of(i, common | {name: value[i] for name, value in each.items()}) for i in range(num_prompts)]
+    else:
+        terms = [RequestTerms(**common)] * num_prompts
+    ids = [each.request_id for each in terms if each.request_id is not None]
+    if len(set(ids)) < len(ids):
+        raise ValueError(f"request_id={shown(values['request_id'])} names several prompts alike: give a list of different ids")
+    return terms
 
 
 def _terms_of(index: int, values: dict[str, Any]) -> RequestTerms:

@@ -133,6 +133,8 @@ class Scheduler:
         while self._expiries and (entry := self._expiries.top())[1] <= self.clock():
             request = entry[0]
             self._expiries.remove(request)  # also of one that an interrupt has left neither waiting nor running
+            if request.is_finished:  # such a one, aborted since
+                continue
             self.abort(
                 request,
                 f"timeout_s={request.terms.timeout_s:g} is over: the request has {request.num_output_tokens} tokens of output and "
