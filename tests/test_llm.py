@@ -306,6 +306,20 @@ def test_prefixes_are_shared_only_with_the_same_salt(llm: LLM) -> None:
     assert streamed.num_cached_tokens == 32
 
 
+def test_a_prompt_brings_a_salt_of_its_own(llm: LLM) -> None:
+    [first] = llm.generate("the dog " * 12, greedy(1), False, cache_salt="d")
+    text, token_ids = {"prompt": first.prompt}, {"prompt_token_ids": first.prompt_token_ids}
+    prompts = [{**prompt, "cache_salt": salt} for prompt, salt in [(text, "e"), (text, "d"), (token_ids, "f"), (token_ids, "d")]]
+    prompts.append(text | {"cache_salt": None})
+    for salts, are_hit in ((None, [False, True, False, True, False]), (["e", "d", None, None, "d"], [True] * 5)):
+        outputs = llm.generate(prompts, greedy(1), False, cache_salt=salts)
+        assert [output.num_cached_tokens > 0 for output in outputs] == are_hit
+    with pytest.raises(ValueError, match="prompt has cache_salt='d', and its call cache_salt='e': give one of them"):
+        llm.stream(prompts[1], greedy(1), cache_salt="e")
+    with pytest.raises(ValueError, match="cache_salt=5 is not allowed: it must be a non-empty str"):
+        llm.stream(text | {"cache_salt": 5}, greedy(1))
+
+
 def test_outputs_are_the_callers_own(zoo: Zoo) -> None:
     """Whatever is done to one, the request goes on, and what an earlier one says does not change."""
     llm = LLM(zoo.path("llama+text"), **CPU)

@@ -106,7 +106,13 @@ class FrontEnd:
             ValueError: the prompt is none, is empty, too long, has tokens outside the vocabulary, or could never fit the KV cache;
                 or it or its options need a tokenizer, and there is none, or it fails.
         """
-        text, token_ids = read_prompt(prompt)
+        text, token_ids, cache_salt = read_prompt(prompt)
+        if cache_salt is not None:
+            if terms.cache_salt not in (None, cache_salt):
+                raise ValueError(
+                    f"prompt has cache_salt={shown(cache_salt)}, and its call cache_salt={terms.cache_salt!r}: give one of them"
+                )
+            terms = replace(terms, cache_salt=cache_salt)
         prompt_token_ids = self._encode(text or "") if token_ids is None else token_ids
         max_tokens = check_request(text, prompt_token_ids, params, self.engine.limits)
         for name in ("stop", "bad_words"):
@@ -331,7 +337,7 @@ def _progress(request: Request) -> tuple[int, bool]:
 def _refused_output(request_id: str, prompt: Prompt | Refusal, params: SamplingParams, reason: str) -> RequestOutput:
     """Return the output of a prompt that was not run."""
     now = time.monotonic()
-    text, token_ids = shown_prompt(prompt)
+    text, token_ids, _ = shown_prompt(prompt)
     completions = [CompletionOutput(i, "", [], finish_reason=FinishReason.ABORT.value) for i in range(params.n)]
     metrics = RequestMetrics(arrival_time=now, finished_time=now)
     return RequestOutput(request_id, text, token_ids or [], completions, True, metrics, reason)

@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 from titan.core.checks import as_list, is_integer, shown, unknown_names
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text; token ids, also as an array or a tensor; or ``{"prompt": text}``, ``{"prompt_token_ids": ids}`` or both."""
+"""Text; token ids, also as an array or a tensor; or ``{"prompt": text}``, ``{"prompt_token_ids": ids}`` or both.
 
-KEYS = ("prompt", "prompt_token_ids")
+A dict may have "cache_salt" as well, which is that of `titan.core.terms.RequestTerms`.
+"""
+
+KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 BYTES = bytes | bytearray | memoryview
 """Sequences of integers that are no token ids."""
 FORMS = "a str or a list of int, alone or in a dict as 'prompt' or 'prompt_token_ids'"
@@ -22,6 +25,7 @@ class ReadPrompt(NamedTuple):
 
     text: str | None
     token_ids: list[int] | None
+    cache_salt: Any = None  # as given
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +47,10 @@ def read_prompt(prompt: object) -> ReadPrompt:
         return ReadPrompt(None, _read_token_ids(prompt))
     if unknown := [key for key in prompt if key not in KEYS]:
         raise ValueError(f"prompt={shown(prompt)} is not allowed: {unknown_names(map(str, unknown), KEYS)}")
-    text, token_ids = (prompt.get(key) for key in KEYS)
+    text, token_ids, cache_salt = map(prompt.get, KEYS)
     if not isinstance(text, str | None) or (text is None and token_ids is None):
         raise ValueError(f"prompt={shown(prompt)} is not allowed: a prompt is {FORMS}")
-    return ReadPrompt(text, None if token_ids is None else _read_token_ids(token_ids))
+    return ReadPrompt(text, None if token_ids is None else _read_token_ids(token_ids), cache_salt)
 
 
 def as_prompts(prompts: Any) -> list[Any]:
@@ -67,7 +71,7 @@ def shown_prompt(prompt: Any) -> ReadPrompt:
     """Return what the output of a refused prompt shows."""
     if isinstance(prompt, str):
         return ReadPrompt(prompt, [])
-    text, token_ids = (prompt.get(key) for key in KEYS) if isinstance(prompt, Mapping) else (None, prompt)
+    text, token_ids = map(prompt.get, KEYS[:2]) if isinstance(prompt, Mapping) else (None, prompt)
     listed = as_list(token_ids)
     return ReadPrompt(text, list(listed) if isinstance(listed, Sequence) else [])
 
