@@ -354,6 +354,14 @@ class PassCounts:
         return self.num_replayed / num_passes if num_passes else None
 
 
+class KVMemory(NamedTuple):
+    """Bytes of a device's memory when its models are loaded."""
+
+    total: int
+    free: int  # beside the largest passes; below 0 if these do not fit
+    default: int  # that the KV caches take of it where nothing else is asked for
+
+
 class Backend(Protocol):
     """Everything that runs on one device."""
 
@@ -399,12 +407,11 @@ class Backend(Protocol):
     def utilization(self) -> float | None:
         """Return the share of the last moments in which the device was busy; ``None`` if it does not report it."""
 
-    def memory_for_kv(self, run_largest_passes: Callable[[], None], utilization: float | None) -> int:
-        """Return how many bytes the KV caches may take.
+    def memory_for_kv(self, run_largest_passes: Callable[[], None]) -> KVMemory:
+        """Return how much memory there is for the KV caches.
 
         Args:
             run_largest_passes: called by back ends that measure what is left.
-            utilization: share of the memory that may be in use, by anyone; ``None`` = this back end's choice.
         """
 
     def upload(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:

@@ -126,7 +126,14 @@ def test_a_warm_up_without_memory_is_refused_by_what_leaves_none(zoo: Zoo, monke
         make_engine(zoo.path("llama"), backend=triton_backend(), **OPTIONS | {"warm_up": True})
 
 
-def test_no_room_is_refused(zoo: Zoo, device: Device) -> None:
-    device.free = PEAK - 5
-    with pytest.raises(ValueError, match="0 bytes of KV cache memory are too few: one block takes 4096 bytes"):
+@pytest.mark.parametrize(
+    ("free", "parts"),
+    [
+        (PEAK - 5, f"would get 0 bytes, and one block takes 4096: .* {2 * FREE} bytes, 0 are free .*; a smaller model or dtype"),
+        (PEAK + 4100, "would get 3690 bytes, .* 4100 are free .*; give kv_cache_memory, 4096 to 4100$"),
+    ],
+)
+def test_no_room_is_refused(zoo: Zoo, device: Device, free: int, parts: str) -> None:
+    device.free = free
+    with pytest.raises(ValueError, match=parts):
         make_engine(zoo.path("short"), backend=triton_backend(), **OPTIONS)

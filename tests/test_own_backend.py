@@ -25,7 +25,7 @@ from titan.draft.draft_model import DraftModelDrafter
 from titan.engine import Engine
 from titan.kernels.cpu.layers import CompiledOps
 from titan.kernels.cpu.runner import CompiledRunner
-from titan.kernels.interfaces import Backend, CacheOps, LayerOps, PassCounts, PassLimits, Runner, SamplingOps, TreeOps
+from titan.kernels.interfaces import Backend, CacheOps, KVMemory, LayerOps, PassCounts, PassLimits, Runner, SamplingOps, TreeOps
 from titan.kernels.torch.backend import TorchBackend
 from titan.kernels.torch.layers import TorchOps
 from titan.kernels.torch.runner import TorchRunner
@@ -70,9 +70,9 @@ class OwnBackend(Only):
         self.calls["prepare"] += 1
         return Only(Runner, TorchRunner(self, model, kv), self.calls)  # type: ignore[arg-type]
 
-    def memory_for_kv(self, run_largest_passes: Callable[[], None], utilization: float | None) -> int:
+    def memory_for_kv(self, run_largest_passes: Callable[[], None]) -> KVMemory:
         run_largest_passes()
-        return self.KV_MEMORY
+        return KVMemory(2**40, 2**40, self.KV_MEMORY)
 
 
 GENERATIONS: dict[str, dict[str, Any]] = {

@@ -125,8 +125,7 @@ class Engine:
             layouts,
             max_batch_size * max_blocks,
             lambda: self.backend.memory_for_kv(
-                lambda: run_largest_pass(self.backend, target, config, self._pass_limits, self.max_model_len),
-                config.memory.memory_utilization,
+                lambda: run_largest_pass(self.backend, target, config, self._pass_limits, self.max_model_len)
             ),
             self.backend.free_memory,
         )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from titan.core.host_memory import host_memory
 from titan.core.kv_tensor import KVTensor
-from titan.kernels.interfaces import CacheOps, LayerOps, PassCounts, PassLimits, Runner, SamplingOps, TreeOps, WarmUp
+from titan.kernels.interfaces import CacheOps, KVMemory, LayerOps, PassCounts, PassLimits, Runner, SamplingOps, TreeOps, WarmUp
 from titan.kernels.torch.cache import TorchCache
 from titan.kernels.torch.layers import TorchOps
 from titan.kernels.torch.runner import TorchRunner
@@ -126,11 +126,9 @@ class TorchBackend:
     def utilization(self) -> float | None:
         return None
 
-    def memory_for_kv(self, run_largest_passes: Callable[[], None], utilization: float | None) -> int:
-        if utilization is None:
-            return int(self.free_memory() * KV_MEMORY_SHARE)
+    def memory_for_kv(self, run_largest_passes: Callable[[], None]) -> KVMemory:
         available, total = host_memory()
-        return max(0, int(available - (1 - utilization) * total))
+        return KVMemory(total, available, int(available * KV_MEMORY_SHARE))
 
     def upload(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
         return [torch.from_numpy(array).to(self.device) for array in arrays]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from titan.core.kv_tensor import KVTensor
 from titan.core.limits import MAX_NODES
-from titan.kernels.interfaces import CacheOps, LayerOps, PassCounts, PassLimits, Runner, SamplingOps, TreeOps, WarmUp
+from titan.kernels.interfaces import CacheOps, KVMemory, LayerOps, PassCounts, PassLimits, Runner, SamplingOps, TreeOps, WarmUp
 from titan.kernels.torch.backend import host_by_default
 from titan.kernels.torch.cache import TorchCache
 from titan.kernels.torch.layers import TorchOps
@@ -110,7 +110,7 @@ class TritonBackend:
         except Exception:  # noqa: BLE001 - the library that asks may be missing, or the device may not tell
             return None
 
-    def memory_for_kv(self, run_largest_passes: Callable[[], None], utilization: float | None) -> int:
+    def memory_for_kv(self, run_largest_passes: Callable[[], None]) -> KVMemory:
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -120,9 +120,7 @@ class TritonBackend:
         torch.cuda.empty_cache()
         # free memory now: what was loaded for the first pass stays
         free, total = torch.cuda.mem_get_info(self.device)
-        if utilization is None:
-            return int(max(0, free - peak) * KV_MEMORY_SHARE)
-        return max(0, int(free - peak - (1 - utilization) * total))
+        return KVMemory(total, free - peak, int(max(0, free - peak) * KV_MEMORY_SHARE))
 
     def upload(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
         return upload(arrays, self.device)

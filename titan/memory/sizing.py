@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from math import floor
 
 from titan.core.kv_tensor import KVLayout
 from titan.core.options import MemoryOptions
+from titan.kernels.interfaces import KVMemory
 
 
 def num_swap_blocks(swap_space: int, layouts: Sequence[KVLayout], block_size: int, free_memory: int) -> int:
@@ -36,7 +38,7 @@ def num_kv_blocks(
     options: MemoryOptions,
     layouts: Sequence[KVLayout],
     num_useful: int,
-    default_memory: Callable[[], int],
+    measure: Callable[[], KVMemory],
     free_memory: Callable[[], int],
 ) -> int:
     """Return the number of blocks, as given or by memory: each takes the bytes of the target's and the draft's cache together.
@@ -45,7 +47,7 @@ def num_kv_blocks(
         options: the user's.
         layouts: of these caches.
         num_useful: upper bound, above which blocks are of no use.
-        default_memory: returns the bytes that the caches may take; called only if the user has not given a size.
+        measure: returns the memory that there is for the caches; called only if the user has not given a size.
         free_memory: returns the bytes that can be allocated; called only if the user has given a size.
 
     Raises:
@@ -67,11 +69,27 @@ def num_kv_blocks(
         if not num_blocks:
             raise ValueError(f"kv_cache_memory={options.kv_cache_memory} is not enough: one block takes {bytes_per_block} bytes")
         return num_blocks
-    num_bytes = default_memory()
+    memory, share = measure(), options.memory_utilization
+    num_bytes = memory.default if share is None else int(memory.free - (1 - share) * memory.total)
     if num_bytes < bytes_per_block:
-        why = "" if options.memory_utilization is None else f"memory_utilization={options.memory_utilization} leaves too few: "
-        raise ValueError(f"{why}{num_bytes} bytes of KV cache memory are too few: one block takes {bytes_per_block} bytes")
+        raise ValueError(_too_few(memory, share, num_bytes, bytes_per_block))
     return min(num_useful, num_bytes // bytes_per_block)
+
+
+def _too_few(memory: KVMemory, share: float | None, num_bytes: int, bytes_per_block: int) -> str:
+    """Return a message on memory that holds no block, with what is there and what to set."""
+    asked = "the KV cache would get" if share is None else f"memory_utilization={share} leaves the KV cache"
+    if memory.free < bytes_per_block:
+        advice = "a smaller model or dtype, or less memory in use by others, would leave more"
+    elif share is None:
+        advice = f"give kv_cache_memory, {bytes_per_block} to {memory.free}"
+    else:
+        least = 1 - (memory.free - bytes_per_block) / memory.total
+        advice = f"give {min(1.0, (floor(least * 1000) + 1) / 1000)} or more"
+    return (
+        f"{asked} {max(0, num_bytes)} bytes, and one block takes {bytes_per_block}: of the memory, {memory.total} bytes, "
+        f"{max(0, memory.free)} are free beside the models; {advice}"
+    )
 
 
 def block_bytes(block_size: int, layouts: Iterable[KVLayout]) -> int:
