@@ -163,7 +163,11 @@ BROKEN: dict[str, tuple[Damage, str]] = {
     "integers": (
         weights(model__norm__weight=torch.ones(48, dtype=torch.int8)),
         "has weight 'model.norm.weight' of dtype I8 in model.safetensors, which is not supported: it must be one of BF16, F16, "
-        "F32, unless model_impl='transformers'",
+        "F32; integers need a quantization_config, which says what they stand for",
+    ),
+    "float8": (
+        weights(model__norm__weight=torch.ones(48).to(torch.float8_e4m3fn)),
+        "... of dtype F8_E4M3 in ...: it must be one of BF16, F16, F32, unless model_impl='transformers', of target and draft",
     ),
     "NaN": (weights(model__norm__weight=torch.full((48,), torch.nan)), f"has weight 'model.norm.weight' {NOT_FINITE}"),
     "infinity": (
@@ -209,6 +213,10 @@ TRANSFORMERS: dict[str, tuple[Damage, str]] = {
     "NaN": (
         weights(model__norm__weight=torch.full((48,), torch.nan)),
         "has a checkpoint that cannot be used: weight 'model.norm.weight' has numbers that are not finite in float32: NaN and ...",
+    ),
+    "integers": (
+        weights(model__norm__weight=torch.ones(48, dtype=torch.int8)),
+        "has a checkpoint that cannot be used: weight 'model.norm.weight' has dtype int8: integers need a quantization_config, ...",
     ),
     "no weights": (
         lambda folder: (folder / "model.safetensors").rename(folder / "a.bin"),

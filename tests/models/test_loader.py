@@ -229,7 +229,7 @@ def test_a_tokenizer_of_tekken_alone_is_not_read_without_its_beginning_of_sequen
         "mistral-common's is [1, 100]"
     )
     assert load_tokenizer(ModelFiles(str(tmp_path))) is None
-    assert "has no tokenizer but tekken.json, which is not read: give tokenizer=... with a tokenizer.json" in caplog.text
+    assert "has no tokenizer but tekken.json, which is not read: it needs a tokenizer.json beside it" in caplog.text
 
 
 @pytest.mark.parametrize("missing", ["sentencepiece", "protobuf"])

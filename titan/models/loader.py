@@ -175,7 +175,9 @@ def load_tokenizer(files: ModelFiles, *, trust_remote_code: bool = False) -> Pre
     if not found:
         if (folder / TEKKEN).is_file():
             LOG.warning(
-                "model %r has no tokenizer but %s, which is not read: give tokenizer=... with a tokenizer.json", name, TEKKEN
+                "model %r has no tokenizer but %s, which is not read: it needs a tokenizer.json beside it; that of a target may be "
+                "elsewhere, with tokenizer=...",
+                *(name, TEKKEN),
             )
         return None
     try:

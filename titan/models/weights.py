@@ -16,7 +16,17 @@ from titan.core.dtypes import dtype_name
 from titan.kernels.interfaces import Backend
 from titan.models.config import DecoderConfig
 from titan.models.decoder import Decoder
-from titan.models.files import CONFIG, CONFIG_FILES, SINGLE_WEIGHT_FILE, WEIGHT_INDEX, ModelFiles, no_model, one_line, some
+from titan.models.files import (
+    CONFIG,
+    CONFIG_FILES,
+    INTEGERS_NEED,
+    SINGLE_WEIGHT_FILE,
+    WEIGHT_INDEX,
+    ModelFiles,
+    no_model,
+    one_line,
+    some,
+)
 from titan.models.rope import Rope, head_places
 from titan.models.token_order import TokenOrder
 
@@ -179,9 +189,10 @@ def _find_tensors(files: ModelFiles, dtypes: Collection[str] | None = WEIGHT_DTY
                     stored = reader.get_slice(key)
                     dtype = stored.get_dtype()
                     if dtypes is not None and dtype not in dtypes:
+                        way = ", unless model_impl='transformers', of target and draft"
                         raise ValueError(
-                            f"model {name!r} has weight {key!r} of dtype {dtype} in {file.name}, which is not "
-                            f"supported: it must be one of {', '.join(sorted(dtypes))}, unless model_impl='transformers'"
+                            f"model {name!r} has weight {key!r} of dtype {dtype} in {file.name}, which is not supported: it must "
+                            f"be one of {', '.join(sorted(dtypes))}{way if dtype.startswith('F') else f'; {INTEGERS_NEED}'}"
                         )
                     tensors[key] = _StoredTensor(name, file, key, tuple(stored.get_shape()), dtype)
         except (SafetensorError, OSError) as error:

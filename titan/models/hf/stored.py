@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from titan.core.dtypes import dtype_name
+from titan.models.files import INTEGERS_NEED
 
 MAX_COPIED_BYTES = 2**16
 """Size of the largest matrix that is copied at once, as are all vectors: most of these are not packed."""
@@ -91,8 +92,10 @@ class StoredTensor:
             dtype: of the result, except for those.
 
         Raises:
-            ValueError: numbers of it are not finite in the dtype.
+            ValueError: numbers of it are not finite in the dtype, or integers, which would count as they are.
         """
+        if dtype.is_floating_point and not self.dtype.is_floating_point:
+            raise ValueError(f"weight {self.name!r} has dtype {dtype_name(self.dtype)}: {INTEGERS_NEED}")
         if self.dtype.is_floating_point and dtype.is_floating_point and self.dtype.itemsize > 1 and 0 not in self.shape:
             low, high = self._mapped().aminmax()
             if not (low >= torch.finfo(dtype).min and high <= torch.finfo(dtype).max):  # a NaN fails as well
