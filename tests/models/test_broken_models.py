@@ -254,11 +254,11 @@ CONFIG_ALONE: dict[str, tuple[dict[str, Any], str]] = {
     "a language model beside sound": ({"model_type": "qwen2_audio"}, "model_type='qwen2_audio' is none of transformers' ..."),
     "a head inside another model": (
         {"model_type": "blip-2"},
-        "decoder and head of Blip2ForConditionalGeneration do not run apart, which is not supported: ...",
+        "the head of Blip2ForConditionalGeneration does not run apart from its decoder, which is not supported: ...",
     ),
     "a head that is no module of the model": (
         {"model_type": "blip"},
-        "decoder and head of BlipForConditionalGeneration do not run apart, which is not supported: ...",
+        "the decoder of BlipForConditionalGeneration does not turn a token into hidden states, which is not supported: ...",
     ),
     "encoder-decoder": ({"model_type": "t5"}, "model_type='t5' is an encoder-decoder, which is not supported"),
     "ALiBi": ({"model_type": "bloom"}, "model_type='bloom' has ALiBi, which is not supported: it must take position ids"),

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from titan.model_info import model_facts
 from titan.models import loader, weights
 from titan.models.config import as_token_ids
 from titan.models.files import ModelFiles
-from titan.models.hf.describe import describe, empty_model
+from titan.models.hf.describe import COUNTS_FROM_PADDING, describe, empty_model
 from titan.models.hf.latents import absorb
 from titan.models.hf.probe import without_weights
 from titan.models.loader import open_model
@@ -105,6 +106,26 @@ def test_of_a_family_that_mixes_states_and_attention_a_model_whose_layers_all_at
     assert len(describe(tiny_config("granitemoehybrid:attention")).layers) == 4
     with pytest.raises(ValueError, match="another state"):
         describe(tiny_config("granitemoehybrid"))
+
+
+def test_a_decoder_that_fails_is_named_as_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.Embedding, "forward", Mock(side_effect=KeyError("luck")))
+    with pytest.raises(ValueError, match=r"^the decoder of MixtralForCausalLM does not turn a token into .*: KeyError: 'luck'$"):
+        describe(tiny_config("mixtral"))
+
+
+def test_modules_that_text_does_not_go_through_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a tower would place what it is given behind the padding token."""
+    expected = describe(tiny_config("mixtral"))
+
+    def make_towered(*args: Any, **options: Any) -> Any:
+        model = empty_model(*args, **options)
+        model.tower = nn.Identity()
+        setattr(model.tower, COUNTS_FROM_PADDING, None)
+        return model
+
+    monkeypatch.setattr("titan.models.hf.describe.empty_model", make_towered)
+    assert describe(tiny_config("mixtral")).modules == expected.modules
 
 
 @pytest.mark.parametrize(("name", "is_described"), [("mixtral", True), ("gemma", False)])

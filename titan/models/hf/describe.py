@@ -59,24 +59,26 @@ def describe(source: Any, eos_token_ids: tuple[int, ...] | None = None, *, trust
     text_config = model.config.get_text_config()
     if getattr(type(model), "_is_stateful", False) and not getattr(text_config, "layer_types", None):  # else these were checked
         raise ValueError(f"{type(model).__name__} keeps another state than keys and values, which is not supported")
-    for module in model.modules():
+    decoder, hidden = find_decoder(model), list[Tensor]()
+    for module in decoder.modules():
         if hasattr(module, COUNTS_FROM_PADDING):
             raise ValueError(
                 f"{type(module).__name__} counts positions from the padding token, which is not supported: they must begin at 0"
             )
     limit = num_positions(text_config, getattr(text_config, "max_position_embeddings", None) or DEFAULT_POSITIONS)
     modules: tuple[ProbedModule, ...] = ()
-    decoder, hidden = find_decoder(model), list[Tensor]()
     decoder.register_forward_hook(lambda _module, _args, output: hidden.append(output.last_hidden_state[0]))
-    with torch.no_grad(), quiet(), probe.without_weights(model), _naming_class(model):
-        if model._can_set_attn_implementation():
-            modules = tuple(each._replace(spec=within(each.spec, limit)) for each in _probe_modules(model, text_config))
-            layers, traits = tuple(each.spec for each in modules if each.source is None), {"transformers"}
-            for each in layers:
-                check_heads(each.num_heads, each.num_kv_heads)
-        else:
-            layers, traits = _probe_cache(model, text_config), {"transformers", "own_attention"}
-        Head(model, decoder, hidden[-1].device)(hidden[-1])
+    with torch.no_grad(), quiet(), probe.without_weights(model):
+        with _naming(f"the decoder of {type(model).__name__} does not turn a token into hidden states"):
+            if model._can_set_attn_implementation():
+                modules = tuple(each._replace(spec=within(each.spec, limit)) for each in _probe_modules(model, text_config))
+                layers, traits = tuple(each.spec for each in modules if each.source is None), {"transformers"}
+                for each in layers:
+                    check_heads(each.num_heads, each.num_kv_heads)
+            else:
+                layers, traits = _probe_cache(model, text_config), {"transformers", "own_attention"}
+        with _naming(f"the head of {type(model).__name__} does not run apart from its decoder"):
+            Head(model, decoder, hidden[-1].device)(hidden[-1])
     return TransformersConfig(
         architecture=type(model).__name__,
         vocab_size=text_config.vocab_size,
@@ -155,16 +157,14 @@ def _end_tokens(config: Any) -> Any:
 
 
 @contextmanager
-def _naming_class(model: Any) -> Iterator[None]:
-    """Say of which model it is that its decoder or its head does not run, if it is not for a known reason."""
+def _naming(what: str) -> Iterator[None]:
+    """Say what does not run, if it is not for a known reason."""
     try:
         yield
     except ValueError:
         raise
     except Exception as error:
-        raise ValueError(
-            f"decoder and head of {type(model).__name__} do not run apart, which is not supported: {one_line(error)}"
-        ) from error
+        raise ValueError(f"{what}, which is not supported: {one_line(error)}") from error
 
 
 @contextmanager
