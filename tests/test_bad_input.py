@@ -336,7 +336,7 @@ def test_one_bad_prompt_is_refused_and_the_others_keep_their_outputs(llm: LLM, n
         assert (refused.prompt, refused.prompt_token_ids) == (prompt if isinstance(prompt, str) else prompt.get("prompt"), [])
     else:
         assert (refused.prompt, refused.prompt_token_ids) == (None, [] if isinstance(prompt, float) else list(prompt))
-    assert refused.outputs == [CompletionOutput(i, "", [], finish_reason="abort") for i in range(bad_params.n)]
+    assert refused.outputs == [CompletionOutput(i, "", [], finish_reason="error") for i in range(bad_params.n)]
     assert refused.finished and refused.metrics.num_emitted_tokens == 0 and refused.metrics.finished_time is not None
     with raises(*parts):
         raise ValueError(refused.error)
@@ -524,4 +524,4 @@ def test_options_that_leave_nothing_to_sample_are_named_and_cost_no_other(llm: L
     *outputs, beside = llm.generate(["the dog"] * 4, [*bad, good], use_tqdm=False)
     assert beside.outputs == expected.outputs
     for output, (_, reason) in zip(outputs, UNSAMPLED, strict=True):
-        assert output.outputs[0].finish_reason == "abort" and re.match(f"{reason}; allowed is what keeps it finite", output.error)
+        assert output.outputs[0].finish_reason == "error" and re.match(f"{reason}; allowed is what keeps it finite", output.error)

@@ -201,7 +201,7 @@ def test_a_stream_of_more_completions_than_may_wait_is_that_of_generate(llm: LLM
     assert [each.token_ids for each in last.outputs] == [each.token_ids for each in output.outputs] and len(last.outputs) == 9
 
 
-def test_an_error_in_one_completion_is_named_and_costs_no_other(llm: LLM) -> None:
+def test_an_error_in_one_completion_is_named_and_costs_no_other(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     options: dict[str, Any] = {"temperature": 1.5, "seed": 7, "logprobs": 1}
     [good] = llm.generate("the dog", sampled(4, 8, **options), use_tqdm=False)
     tokens = [completion.token_ids for completion in good.outputs]
@@ -216,7 +216,11 @@ def test_an_error_in_one_completion_is_named_and_costs_no_other(llm: LLM) -> Non
     params = [sampled(4, 8, logits_processors=[picky], **options), greedy(5, ignore_eos=True)]
     [bad, beside] = llm.generate(["the dog", "the"], params, use_tqdm=False)
     assert bad.finished and bad.error == "logits_processors: LookupError: not this one"
-    assert [completion.finish_reason for completion in bad.outputs] == ["length", "length", "abort", "length"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "1 of 5 completions ended with an error, which is in their outputs; the first, of request "
+        f"{bad.request_id}: logits_processors: LookupError: not this one"
+    ]
+    assert [completion.finish_reason for completion in bad.outputs] == ["length", "length", "error", "length"]
     assert [completion.token_ids for completion in bad.outputs] == [tokens[0], tokens[1], tokens[2][:1], tokens[3]]
     assert [len(completion.logprobs or ()) for completion in bad.outputs] == [8, 8, 1, 8]
     assert beside.error is None and len(beside.outputs[0].token_ids) == 5

@@ -318,7 +318,7 @@ def test_a_request_that_alone_takes_too_much_ends_by_name_and_the_others_do_not(
     drain(engine)
     ended = requests.pop(5)
     assert ended.error == "out of memory in a pass of one token: not enough memory: you tried to allocate 5 bytes."
-    assert ended.finish_reason == "abort" and [request.output_token_ids for request in requests] == outputs
+    assert ended.finish_reason == "error" and [request.output_token_ids for request in requests] == outputs
 
 
 class Faulty(NoDrafter):

@@ -260,7 +260,7 @@ def test_one_bad_conversation_leaves_the_others_their_outputs(llm: LLM) -> None:
         first, refused, last = llm.chat([[USER], [image], [USER]], greedy(4), use_tqdm=False)
     assert first.outputs == last.outputs == llm.chat([USER], greedy(4), use_tqdm=False)[0].outputs
     assert [each.filename for each in warned] == [__file__], "where the user called"
-    assert refused.outputs[0].finish_reason == "abort" and "'image_url'" in (refused.error or "")
+    assert refused.outputs[0].finish_reason == "error" and "'image_url'" in (refused.error or "")
     with pytest.raises(ValueError, match="continue_final_message=True contradicts add_generation_prompt=True"):
         llm.chat([USER], greedy(4), continue_final_message=True)
 

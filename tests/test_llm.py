@@ -193,7 +193,7 @@ class Clock:
 
 
 def test_a_request_that_takes_too_long_ends_with_what_it_has_and_the_others_go_on(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     params = greedy(40, ignore_eos=True, use_speculative=False)
     expected = [output.outputs[0] for output in llm.generate(PROMPTS, params, use_tqdm=False)]
@@ -206,6 +206,7 @@ def test_a_request_that_takes_too_long_ends_with_what_it_has_and_the_others_go_o
         assert output.finished and (completion.finish_reason == "abort") == (output.error is not None)
     assert (outputs[1].error or "").startswith("timeout_s=9.5 is over: the request has 10 tokens of output and was running")
     assert (outputs[1].metrics.arrival_time, outputs[1].metrics.finished_time) == (0.0, 10.0)
+    assert not caplog.records, "it was asked for"
 
 
 def test_a_waiting_request_times_out(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

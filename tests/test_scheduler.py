@@ -349,7 +349,7 @@ class World:
         while not is_end and len(tokens) < request.num_prompt_tokens + request.max_tokens:
             tokens.append(next_token(tokens))
             is_end = tokens[-1] == EOS and not request.params.ignore_eos
-        if request.finish_reason == "abort":
+        if request.error is not None:
             assert re.match(
                 r"(RuntimeError: )?broken|not wanted any more|timeout_s=\d+ is over", request.error or ""
             ) and request.num_tokens < len(tokens), "not after its end"

@@ -264,14 +264,14 @@ def test_a_tokenizer_that_fails_costs_its_request(
     assert [outputs[i].outputs for i in (0, 2, 3)] == [expected[i].outputs for i in (0, 2, 3)]
     [found] = outputs[1].outputs
     assert (
-        found.finish_reason == "abort"
+        found.finish_reason == "error"
         and outputs[1].error == "the tokenizer cannot decode its tokens: OverflowError: no such piece"
     )
     whole = expected[1].outputs[0].token_ids
     assert found.token_ids == (whole if stop is None else whole[: whole.index(bad) + 1]) and bad in found.token_ids
     check_blocks(llm.engine)
     [streamed] = [*llm.stream(prompts[1], greedy(24, ignore_eos=True))][-1].outputs
-    assert streamed.finish_reason == "abort" and streamed.token_ids == whole[: whole.index(bad) + 1]
+    assert streamed.finish_reason == "error" and streamed.token_ids == whole[: whole.index(bad) + 1]
     assert llm.engine.kv.pool.num_free == llm.engine.kv.pool.num_blocks
 
 
@@ -294,6 +294,6 @@ def test_a_token_of_the_logprobs_that_cannot_be_decoded_costs_its_request(
     assert "OverflowError: no such piece" in (failed.error or "")
     assert failed.outputs[0].token_ids == expected[0].outputs[0].token_ids and fine.outputs == expected[1].outputs
     *_, last = llm.stream(prompts[0], params[0], timeout_s=100)
-    assert last.finished and last.outputs[0].finish_reason == "abort" and "no such piece" in (last.error or "")
+    assert last.finished and last.outputs[0].finish_reason == "error" and "no such piece" in (last.error or "")
     assert not llm.engine.scheduler.has_unfinished and not llm.engine.scheduler._expiries
     assert llm.engine.kv.pool.num_free == llm.engine.kv.pool.num_blocks

@@ -199,7 +199,7 @@ class Engine:
             return self._commit(plan, passed, watch, is_part)
         if parts := plan.split():  # outside the handler, which holds the tensors of the pass that failed
             return [request for part in parts for request in self._run(part, watch, is_part=True)]
-        self.scheduler.abort(plan.requests[0], f"out of memory in a pass of one token: {reason}")
+        self.scheduler.fail(plan.requests[0], f"out of memory in a pass of one token: {reason}")
         return plan.requests
 
     def _pass(self, plan: StepPlan, watch: Stopwatch) -> _Passed:
@@ -366,7 +366,7 @@ class Engine:
         requests = self.scheduler.in_flight
         self.kv.lose_content(requests)
         for request in requests:
-            self.scheduler.abort(request, reason)
+            self.scheduler.fail(request, reason)
 
     def _check_resize(self, num_blocks: int, requests: Sequence[Request]) -> None:
         if not self.backend.is_host:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import warnings
 from collections import deque
@@ -29,8 +30,10 @@ from titan.models.files import ModelFiles
 from titan.models.loader import load_tokenizer, resolve_model
 from titan.prompts import Prompt, Refusal, read_prompt, shown_prompt
 from titan.schedule.admission import check_request, check_token_ids
-from titan.schedule.stopping import abort_if_unreadable, mark_aborted
+from titan.schedule.stopping import fail_if_unreadable, mark_failed
 from titan.step_loop import StepLoop
+
+LOG = logging.getLogger(__name__)
 
 BAR_INTERVAL_S = 0.1
 """Seconds between updates of a progress bar."""
@@ -76,13 +79,16 @@ class FrontEnd:
                 if not requests:
                     raise ValueError(refusal.reason)
                 warnings.warn(f"prompt {i} was not run: {refusal.reason}", stacklevel=4)  # at the caller of the LLM
-        self._run_all([each for request in requests for each in request.family], use_tqdm)
-        return [
+        completions = [each for request in requests for each in request.family]
+        self._run_all(completions, use_tqdm)
+        outputs = [
             self.output(request)
             if isinstance(request, Request)
             else _refused_output(terms[i].request_id or f"refused-{i}", prompts[i], params[i], request.reason)
             for i, request in enumerate(made)
         ]
+        _say_what_failed(completions)
+        return outputs
 
     def stream(self, prompt: Prompt, params: SamplingParams, terms: RequestTerms) -> Iterator[RequestOutput]:
         """Check the prompt now and run it lazily, with an output whenever a completion has grown, whoever stepped the engine.
@@ -237,7 +243,7 @@ class FrontEnd:
         token_ids = request.output_token_ids
         detokenizer = request.detokenizer
         if detokenizer is None and self.tokenizer is not None and request.params.detokenize:
-            with abort_if_unreadable(request):
+            with fail_if_unreadable(request):
                 detokenizer = self._make_detokenizer(request.prompt_token_ids, request.params)
                 detokenizer.finish(request.text_token_ids)
         logprobs, reason = request.logprobs, request.finish_reason
@@ -251,19 +257,19 @@ class FrontEnd:
             request.stop_reason,
         )
 
-    def _abort(self, request: Request, error: str) -> None:
+    def _fail(self, request: Request, error: str) -> None:
         """End a request with an error; of one that still runs, outputs are made between steps."""
         if request.is_finished:
-            mark_aborted(request, error)
+            mark_failed(request, error)
         else:
-            self.engine.scheduler.abort(request, error)
+            self.engine.scheduler.fail(request, error)
 
     def _decode_logprobs(self, request: Request) -> None:
         """Fill in the token text of the logprobs added since the last call."""
         new = request.new_logprobs()
         if self.tokenizer is None or not request.params.detokenize:
             return
-        with abort_if_unreadable(request, self._abort):
+        with fail_if_unreadable(request, self._fail):
             for entry in new:
                 for token_id, logprob in entry.items():
                     logprob.decoded_token = self._token_text(token_id)
@@ -334,11 +340,20 @@ def _progress(request: Request) -> tuple[int, bool]:
     return sum(each.num_output_tokens for each in request.family), all(each.is_finished for each in request.family)
 
 
+def _say_what_failed(requests: Sequence[Request]) -> None:
+    """Log in one line that some requests ended with errors of their own, of which their texts show nothing."""
+    if failed := [request for request in requests if request.finish_reason is FinishReason.ERROR]:
+        LOG.warning(
+            "%d of %d completions ended with an error, which is in their outputs; the first, of request %s: %s",
+            *(len(failed), len(requests), failed[0].family[0].request_id, failed[0].error),
+        )
+
+
 def _refused_output(request_id: str, prompt: Prompt | Refusal, params: SamplingParams, reason: str) -> RequestOutput:
     """Return the output of a prompt that was not run."""
     now = time.monotonic()
     text, token_ids, _ = shown_prompt(prompt)
-    completions = [CompletionOutput(i, "", [], finish_reason=FinishReason.ABORT.value) for i in range(params.n)]
+    completions = [CompletionOutput(i, "", [], finish_reason=FinishReason.ERROR.value) for i in range(params.n)]
     metrics = RequestMetrics(arrival_time=now, finished_time=now)
     return RequestOutput(request_id, text, token_ids or [], completions, True, metrics, reason)
 

@@ -96,7 +96,8 @@ class LLM:
 
         A prompt is text, token ids, or a dict of one of them (see `titan.prompts`); its output has ``SamplingParams.n``
         completions. If some prompts of a call are not allowed, the others run, and the bad ones are returned with finish_reason
-        "abort" and ``error`` set, with a warning each; if none is allowed, the error is raised.
+        "error" and ``error`` set, with a warning each; if none is allowed, the error is raised. Requests that fail while they run,
+        by a logits processor or the tokenizer, end like this, too; a line of the logger `titan.frontend` says how many did.
 
         Args:
             prompts: one prompt or a sequence of them, which may be empty.

@@ -80,8 +80,8 @@ class CompletionOutput:
 
     ``logprobs`` has, if requested, an entry per token: by token id, first the token itself, then the most likely ones.
     ``cumulative_logprob`` is the sum over the tokens themselves. The outputs of a stream share these entries.
-    ``finish_reason`` is "stop", "length" or "abort" once finished; ``stop_reason`` is the stop token id or stop
-    string that ended it, ``None`` for end of sequence.
+    ``finish_reason`` is "stop", "length", "abort" (it was asked for, or took too long) or "error" once finished; ``stop_reason`` is
+    the stop token id or stop string that ended it, ``None`` for end of sequence.
     """
 
     index: int
@@ -99,7 +99,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The output of one request, ``n`` completions of one prompt; ``error`` says why one of them was aborted, if one was.
+    """The output of one request, ``n`` completions of one prompt; ``error`` says why one of them was aborted or failed.
 
     ``prompt_logprobs`` has, if requested, an entry per prompt token, like those of ``CompletionOutput.logprobs``; the first is
     ``None``, for nothing predicts it.

@@ -27,7 +27,7 @@ class SchedulingPolicy(Protocol):
 
     @abstractmethod
     def remove(self, request: Request) -> None:
-        """Note that a waiting request waits no more: it starts, unless ``request.is_finished``, for it was aborted."""
+        """Note that a waiting request waits no more: it starts, unless ``request.is_finished``, for it was aborted or failed."""
 
     @abstractmethod
     def first(self, now: float) -> Request:
@@ -40,7 +40,7 @@ class SchedulingPolicy(Protocol):
         """
 
     def end(self, request: Request) -> None:
-        """Note that a request, which waits no more, has finished or was aborted."""
+        """Note that a request, which waits no more, has finished, was aborted or failed."""
 
     @abstractmethod
     def victim(self, running: Sequence[Request], now: float) -> Request:

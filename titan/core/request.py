@@ -23,7 +23,8 @@ class FinishReason(StrEnum):
 
     STOP = "stop"
     LENGTH = "length"
-    ABORT = "abort"
+    ABORT = "abort"  # asked for, or by its time-out
+    ERROR = "error"  # its own: others go on
 
 
 class Detokenizer(Protocol):
@@ -74,7 +75,7 @@ class Request:
     draft_history: DraftHistory = field(default_factory=DraftHistory)  # with the current draft
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token or string that ended the request
-    error: str | None = None  # why the request was aborted
+    error: str | None = None  # why the request was aborted or failed
     logprobs: list[dict[int, Logprob]] | None = field(init=False)  # of each output token, if requested
     prompt_logprobs: list[dict[int, Logprob] | None] | None = field(init=False)  # of each prompt token; siblings leave it to one
     cumulative_logprob: float = field(default=0.0, init=False)  # of the output tokens whose logprobs `new_logprobs` has returned

@@ -56,7 +56,7 @@ class SamplingParams:
             all tokens of a word but the last, this one is masked. They need a tokenizer.
         logits_processors: functions of (prompt and output token ids, logits float32 [vocab]) that return logits [vocab]; called
             in order, once per sampled token and per verified draft token. They must depend only on their arguments. One that
-            raises, or returns another shape, aborts its request.
+            raises, or returns another shape, ends its request with an error.
         logprobs: number of most likely tokens reported with each output token, 0 to 20, or -1 for the whole vocabulary; ``None`` =
             no logprobs at all. They are the model's own, computed from the logits before any of these options.
         prompt_logprobs: the same for the tokens of the prompt but the first. The prompt is then computed in full, whatever the

@@ -109,7 +109,7 @@ class Acceptance:
     ``trees`` are the verified trees, on the host, without q (``draft_probs``); ``paths[i]`` has the
     accepted nodes from the root down; ``token_ids[i]`` their tokens and the final token, which is recovered or bonus. All are
     empty for a row that did not reach its root. ``errors[i]`` says why the logits after the path could not be used; there is then
-    no final token, and the request is aborted unless the path ends it. ``logprobs[i]`` has, if the request asks for them, an
+    no final token, and the request fails unless the path ends it. ``logprobs[i]`` has, if the request asks for them, an
     entry per token, and ``prompt_logprobs[i]`` the next entries of its prompt.
     """
 

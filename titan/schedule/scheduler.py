@@ -27,7 +27,7 @@ from titan.schedule.policies.priority import PriorityPolicy
 from titan.schedule.preemption import SwapRule
 from titan.schedule.rows import RowChooser
 from titan.schedule.service import ServiceLog
-from titan.schedule.stopping import abort_if_unreadable, append_tokens
+from titan.schedule.stopping import append_tokens, fail_if_unreadable
 
 Lookahead = Callable[[Sequence[Request], Sequence[int]], Sequence[int]]
 """Returns the slots after the root of each request that drafting these many nodes would like to write: at least as many, more for a
@@ -102,13 +102,19 @@ class Scheduler:
         if request.expiry is not None:
             self._expiries.push(request, request.expiry)
         if (num_blocks := max_num_blocks(request, self.kv.block_size)) > self.kv.num_blocks:
-            self.abort(request, f"the KV cache was resized to {self.kv.num_blocks} blocks, and the request may need {num_blocks}")
+            self.fail(request, f"the KV cache was resized to {self.kv.num_blocks} blocks, and the request may need {num_blocks}")
 
     def abort(self, request: Request, error: str | None = None) -> None:
         """Abort an unfinished request and release its blocks; its caller may not have queued it yet."""
+        self._end(request, FinishReason.ABORT, error)
+
+    def fail(self, request: Request, error: str) -> None:
+        """End an unfinished request that cannot go on, as `abort` does."""
+        self._end(request, FinishReason.ERROR, error)
+
+    def _end(self, request: Request, reason: FinishReason, error: str | None) -> None:
         assert not request.is_finished
-        request.error = error
-        request.finish_reason = FinishReason.ABORT
+        request.finish_reason, request.error = reason, error
         if request in self.waiting:
             self._unqueue(request)
         elif request in self.running:
@@ -125,7 +131,7 @@ class Scheduler:
                 self.running.remove(request)
                 self._finish(request)
             else:
-                self.abort(request, error)
+                self.fail(request, error)
 
     def expire(self) -> list[Request]:
         """Abort the requests that have not finished within their ``timeout_s``, and return them."""
@@ -248,14 +254,14 @@ class Scheduler:
                 proposed += own[0]
                 accepted += own[1]
             if error is not None and not request.is_finished:  # after a stop it does not matter
-                request.finish_reason, request.error = FinishReason.ABORT, error
-            if request.finish_reason is not FinishReason.ABORT:
+                request.finish_reason, request.error = FinishReason.ERROR, error
+            if request.error is None:
                 request.commit(plan.num_tokens[i] + len(path))
                 self.kv.roll_back(request)
                 self.kv.cache_full_blocks(request)
         finished = [request for request in changed if request.is_finished]
         if finished:
-            changed += self._share_prompts([each for each in finished if each.finish_reason is not FinishReason.ABORT])
+            changed += self._share_prompts([each for each in finished if each.error is None])
             for request in finished:
                 self.running.remove(request)
                 self._finish(request)
@@ -273,7 +279,7 @@ class Scheduler:
             try:
                 self.ensure_kv(sibling)
             except Exception as error:  # noqa: BLE001 - whatever ends one request, the others are told what they got
-                self.abort(sibling, f"{type(error).__name__}: {error}")
+                self.fail(sibling, f"{type(error).__name__}: {error}")
                 ended.append(sibling)
         return ended
 
@@ -324,7 +330,7 @@ class Scheduler:
         self.kv.free(request)
         self.service.end(request)
         if request.detokenizer is not None and not isinstance(request.stop_reason, str):
-            with abort_if_unreadable(request):
+            with fail_if_unreadable(request):
                 request.detokenizer.finish()  # text truncated at a stop string is already complete
         self.policy.end(request)
 

@@ -41,27 +41,27 @@ def append_tokens(request: Request, token_ids: Sequence[int]) -> int:
     return len(token_ids)
 
 
-def mark_aborted(request: Request, error: str) -> None:
+def mark_failed(request: Request, error: str) -> None:
     """Let a request end with an error, unless it has one already; whoever calls this, or has, releases what it holds."""
-    request.finish_reason, request.stop_reason = FinishReason.ABORT, None
-    request.error = request.error or error
+    if request.error is None:
+        request.finish_reason, request.stop_reason, request.error = FinishReason.ERROR, None, error
 
 
 @contextmanager
-def abort_if_unreadable(request: Request, abort: Callable[[Request, str], None] = mark_aborted) -> Iterator[None]:
+def fail_if_unreadable(request: Request, fail: Callable[[Request, str], None] = mark_failed) -> Iterator[None]:
     """End a request, and no other, where its tokenizer fails; the text is what it was."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - a tokenizer may be code of the model's
-        abort(request, f"the tokenizer cannot decode its tokens: {type(error).__name__}: {error}")
+        fail(request, f"the tokenizer cannot decode its tokens: {type(error).__name__}: {error}")
 
 
 def _extend_text(request: Request, detokenizer: Detokenizer, extend: Callable[[], None], may_stop: bool) -> None:
     """Extend the text of a request, which ends at a stop string in it if it may."""
     num_old_characters = len(detokenizer.text)
-    with abort_if_unreadable(request):
+    with fail_if_unreadable(request):
         extend()
-    if may_stop and request.finish_reason is not FinishReason.ABORT:
+    if may_stop and request.error is None:
         _stop_at_string(request, detokenizer, num_old_characters)
 
 
@@ -71,7 +71,7 @@ def _stop_at_token(request: Request, token_id: int) -> None:
     request.finish_reason = FinishReason.STOP
     request.stop_reason = token_id if token_id in (params.stop_token_ids or ()) else None
     if request.detokenizer is not None and params.include_stop_str_in_output:
-        with abort_if_unreadable(request):
+        with fail_if_unreadable(request):
             request.detokenizer.append(token_id)
 
 
