@@ -13,7 +13,7 @@ from titan.core.checks import check_integer
 from titan.core.options import SpeculationOptions, draft_tree_of
 from titan.draft.base import Drafter
 from titan.draft.draft_model import DraftModelDrafter
-from titan.draft.registry import open_drafter
+from titan.draft.registry import is_registered, open_draft_model, open_drafter
 from titan.draft.vocabulary import VocabularyMap
 from titan.engine import Engine
 from titan.kernels.interfaces import Backend, Model
@@ -85,13 +85,13 @@ class DraftRecipe:
         """
         shared = engine.draft_context()
         context = replace(shared, max_draft_tokens=self.num_tokens, draft_tree=self.tree, draft_sampling=self.sampling)
+        if is_registered(self.model):
+            return open_drafter(self.model, context)()
         if self.model not in models:
             if self.num_layers is not None:
                 models[self.model] = LoadedDraft(truncate(model_of(engine.runner), self.num_layers, engine.backend))
             else:
-                drafter = open_drafter(self.model, context)()
-                if type(drafter) is not DraftModelDrafter:  # a subclass may propose otherwise
-                    return drafter
+                drafter = open_draft_model(self.model, context)()
                 models[self.model] = LoadedDraft(drafter.model, drafter.vocabulary)
         return DraftModelDrafter(self.name, models[self.model].model, context, models[self.model].vocabulary)
 

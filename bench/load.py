@@ -26,12 +26,12 @@ from math import inf
 from typing import Any
 
 from titan.bench.engine_run import make_idle, run_workload
-from titan.bench.load_scenarios import FIRST_SETTING, Figures, Scenario, make_scenarios
+from titan.bench.load_scenarios import FIRST_SETTING, Figures, Goal, Scenario, make_scenarios
 from titan.bench.loading import engine_options, load_target
 from titan.bench.options import above_zero, add_draft, add_target, bench_parser, parse, positive
 from titan.bench.report import Report, Table, count, figure_table, measure_and_publish
 from titan.bench.runs import Run
-from titan.bench.samples import Row, Sample, make_rows, with_ratio
+from titan.bench.samples import Row, Sample, Spread, make_rows, with_ratio
 from titan.bench.turns import Turns
 from titan.bench.workloads import Lengths, Workload, draw_arrivals
 from titan.core.dtypes import RUN_DTYPES
@@ -42,7 +42,7 @@ from titan.kernels.backend import choose_backend, choose_device
 NAMES = ("long-prompts", "priority", "fair", "prefix", "int8", "int8-memory", "load")
 NUM_WARM_UP = 4
 """Number of requests of a warm-up."""
-QUICK = {"num_requests": 22, "seconds": 5.0, "repeats": 1, "output_len": Lengths(8, 16)}
+QUICK = {"num_requests": 22, "seconds": 5.0, "repeats": 1, "output_len": Lengths(8, 16), "max_batch_size": 8}
 RATE = "requests/s"
 
 
@@ -129,11 +129,10 @@ class LoadBench:
         rows = make_rows(samples)
         found = {(row.labels["scenario"], row.labels["setting"]): row for row in rows}
         goals = [
-            [name, goal.setting, goal.figure, f"{goal.direction} {goal.bound:g}", f"{reached:[.3g}", "yes" if is_met else "no"]
+            [name, goal.setting, goal.figure, f"{goal.direction} {goal.bound:g}", *_outcome(goal, row.figures.get(goal.figure))]
             for name, scenario in self.scenarios.items()
             for goal in scenario.goals
-            if (row := found.get((name, goal.setting))) is not None and (reached := row.figures.get(goal.figure)) is not None
-            for is_met in [goal.is_met(reached.median)]
+            if (row := found.get((name, goal.setting))) is not None
         ]
         tables = [Table("Goals", ["scenario", "setting", "figure", "goal", "reached", "met"], goals, num_text_columns=4)]
         for name in self.scenarios:
@@ -150,6 +149,11 @@ class LoadBench:
         results: dict[str, Sequence[Row | Sample]] = {"rows": rows, "samples": samples}
         answer = f"{num_met} of {count(len(goals), 'goal')} reached."
         return Report("A server's load", answer, results, tables, notes=notes, warnings=self.problems)
+
+
+def _outcome(goal: Goal, reached: Spread | None) -> tuple[str, str]:
+    """Return what was reached of a goal, and whether this meets it, as cells; too few requests may not tell."""
+    return ("not measured", "-") if reached is None else (f"{reached:[.3g}", "yes" if goal.is_met(reached.median) else "no")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -171,7 +175,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """
     parser = bench_parser("load", __doc__)
     add = parser.add_argument
-    add("--quick", action="store_true", help="a first look: 22 short requests, 5 s, one round")
+    add("--quick", action="store_true", help="a first look: 22 short requests, 8 at once, 5 s, one round")
     add_target(parser)
     add_draft(parser)
     add("--dtype", choices=list(RUN_DTYPES), default="bfloat16")

@@ -106,11 +106,13 @@ def describe_checkout(folder: Path) -> str:
     """Name a checkout's commit, "with changes" if anything but results differs from it, new Python files included.
 
     Args:
-        folder: in the checkout; the commit is "unknown" outside one.
+        folder: in the checkout; the commit is "unknown" outside one, and of files that the repository around them does not hold.
     """
     command = ["git", "-C", str(folder), "status", "--porcelain=v2", "--branch", "--untracked-files=all", "--", ":/"]
     try:
         status = subprocess.run([*command, ":(top,exclude)bench/results"], capture_output=True, text=True, check=True).stdout
+        if not subprocess.run(["git", "-C", str(folder), "ls-files"], capture_output=True, check=True).stdout:
+            return "unknown"  # it is installed inside of another project
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     [commit] = re.findall(r"^# branch\.oid (.+)$", status, re.MULTILINE)

@@ -55,6 +55,11 @@ def register(name: str, factory: DrafterFactory) -> None:
     _FACTORIES[name] = factory
 
 
+def is_registered(name: str) -> bool:
+    """Return whether a name stands for a factory, which decides on all of its drafter, and not for a model."""
+    return name in _FACTORIES
+
+
 def open_drafter(spec: DraftSpec, context: DraftContext) -> Callable[[], Drafter]:
     """Return what creates the drafter that ``spec`` stands for; of a draft model, config and tokenizer are read so far, no weights.
 
@@ -66,7 +71,7 @@ def open_drafter(spec: DraftSpec, context: DraftContext) -> Callable[[], Drafter
     """
     if spec is None:
         return NoDrafter
-    if isinstance(spec, str) and spec not in _FACTORIES:
+    if isinstance(spec, str) and not is_registered(spec):
         return open_draft_model(spec, context)
     drafter = _FACTORIES[spec](context) if isinstance(spec, str) else spec
     _check_drafter(drafter, spec)

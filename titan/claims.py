@@ -26,7 +26,7 @@ class Claims:
         if is_claimed:
             raise ValueError(
                 f"{name}={shown(value)} is in use by another LLM, whose state it keeps: allowed is one for each, or this one once "
-                f"the other LLM is deleted or has swapped it away"
+                f"the other LLM is deleted, or has swapped it away if it is a draft"
             )
 
     def take(self, name: str, value: object) -> None:

@@ -77,7 +77,7 @@ def choose_kind() -> Kind | None:
     Raises:
         ValueError: the environment variable `CPU_KERNELS` has an unknown value, or names a kind that this processor is not.
     """
-    choice, here = os.environ.get(CPU_KERNELS, "auto"), kinds_here()
+    choice, here = os.environ.get(CPU_KERNELS) or "auto", kinds_here()
     if choice in ("auto", "torch"):
         return here[0] if choice == "auto" else None
     if (kind := next((each for each in here if each.name == choice), None)) is not None:

@@ -56,25 +56,28 @@ class LoadedLibrary:
 @cache
 def load_library(kind: Kind) -> LoadedLibrary:
     """Compile the library for this processor as one of a kind, unless that has been done before, and load it."""
-    compiler = os.environ.get("CXX") or next((name for name in COMPILERS if shutil.which(name)), None)
+    compiler = os.environ.get("CXX", "").strip() or next((name for name in COMPILERS if shutil.which(name)), None)
     if compiler is None:
         return _without_library("no C++ compiler was found (c++, g++, clang++, or the variable CXX)")
-    command = [*shlex.split(compiler), *FLAGS, *kind.flags]
     try:
+        command = [*shlex.split(compiler), *FLAGS, *kind.flags]
         identity = _identity(command)
         folder = _cache_folder()
         path = folder and _find(folder, identity)
-        if path is None and folder is not None and os.access(folder, os.W_OK):
-            path = _compile(command, folder, identity, "once")
         if path is not None:
-            library, place = ctypes.CDLL(str(path)), str(path)
+            library = ctypes.CDLL(str(path))
         else:
-            with tempfile.TemporaryDirectory(prefix="titan-") as temporary:  # loaded, it needs its file no more
-                note = "at every start, because the cache folder cannot be written: set XDG_CACHE_HOME to one that can"
-                library, place = ctypes.CDLL(str(_compile(command, Path(temporary), identity, note))), "not kept"
-    except (OSError, subprocess.SubprocessError) as error:
+            with tempfile.TemporaryDirectory(prefix="titan-") as temporary:  # loaded, a library needs its file no more
+                built = _compile(command, Path(temporary))
+                path = folder and _keep(built, folder, identity)
+                library = ctypes.CDLL(str(path or built))
+            if path is None:
+                LOG.warning(
+                    "this is done at every start, because the cache folder cannot be written: set XDG_CACHE_HOME to one that can"
+                )
+    except (OSError, subprocess.SubprocessError, ValueError) as error:  # the last of a CXX that is no command
         return _without_library(f"{compiler}: {_reason(error)}")
-    return LoadedLibrary(library, f"{kind.name} ({kind.description}), compiled by {compiler}: {place}")
+    return LoadedLibrary(library, f"{kind.name} ({kind.description}), compiled by {compiler}: {path or 'not kept'}")
 
 
 def _without_library(reason: str) -> LoadedLibrary:
@@ -89,6 +92,7 @@ def _without_library(reason: str) -> LoadedLibrary:
 def _reason(error: Exception) -> str:
     """Return the error that a compiler or the system reports, in one line."""
     lines = [line.strip() for line in str(getattr(error, "stderr", None) or "").splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith("collect2:")]  # which only says that the linker has failed
     return next((line for line in lines if "error" in line), lines[-1] if lines else str(error))
 
 
@@ -126,13 +130,20 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
 
 
-def _compile(command: list[str], folder: Path, identity: str, how_often: str) -> Path:
-    """Compile the library into a folder and return its path; ``how_often`` is for the message."""
-    LOG.warning("compiling the kernels of this CPU, which takes half a minute to a minute (%s)", how_often)
-    with tempfile.TemporaryDirectory(dir=folder) as temporary:  # other processes may compile at the same time
-        built = Path(temporary) / "cpu_kernels.so"
-        _run([*command, str(SOURCE), "-o", str(built)], COMPILE_SECONDS)
-        return built.replace(folder / f"cpu_kernels-{identity}-{_digest(built.read_bytes())}.so")
+def _compile(command: list[str], folder: Path) -> Path:
+    """Compile the library into a folder and return its path."""
+    LOG.warning("compiling the kernels of this CPU, which takes half a minute to a minute")
+    built = folder / "cpu_kernels.so"
+    _run([*command, str(SOURCE), "-o", str(built)], COMPILE_SECONDS)
+    return built
+
+
+def _keep(built: Path, folder: Path, identity: str) -> Path | None:
+    """Copy a library into the cache folder and return its path there; ``None`` if the folder cannot be written, or is full."""
+    with suppress(OSError), tempfile.TemporaryDirectory(dir=folder) as temporary:  # other processes may do so at the same time
+        copied = Path(shutil.copy(built, temporary))
+        return copied.replace(folder / f"cpu_kernels-{identity}-{_digest(built.read_bytes())}.so")
+    return None
 
 
 def _run(command: list[str], seconds: float) -> str:

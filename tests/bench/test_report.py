@@ -156,6 +156,10 @@ def test_a_new_python_file_is_a_change_and_a_new_result_is_none(tmp_path: Path) 
     git("commit", "--allow-empty", "-m", "first")
     folder = tmp_path / "bench"
     (folder / "results").mkdir(parents=True)
+    assert describe_checkout(folder) == "unknown"  # a repository that does not hold this folder
+    (folder / "runs.py").touch()
+    git("add", "bench/runs.py")
+    git("commit", "-m", "second")
     (folder / "results" / "plot.py").touch()
     commit = git("rev-parse", "HEAD").strip()
     assert describe_checkout(folder) == commit
