@@ -593,18 +593,31 @@ def test_a_request_whose_time_is_over_needs_no_room_to_wait_and_ends_in_the_next
     assert world.scheduler.expire() == [late] and late.finish_reason == "abort" and len(world.scheduler.waiting) == 1
 
 
-@pytest.mark.parametrize("is_aborted", [False, True])
-def test_a_request_that_an_interrupt_has_lost_ends_once(is_aborted: bool) -> None:
-    """It is neither waiting nor running, and must not stop those that are."""
-    world = World(max_batch_size=1, num_kv_blocks=40)
-    lost = Request(
-        "lost", None, [3], SamplingParams(), 0, 4, frozenset(), RequestMetrics(-5.0), None, terms=RequestTerms(timeout_s=5)
-    )
-    world.scheduler.add(lost)
-    world.scheduler.waiting.clear()
-    if is_aborted:
-        world.scheduler.abort(lost)
-    assert [world.scheduler.expire(), world.scheduler.expire()] == [[] if is_aborted else [lost], []]
+def test_an_interrupt_in_the_policy_loses_no_request() -> None:
+    """A request is where it comes from until the policy knows that it has left, and already where it goes to."""
+    told = list[str]()
+
+    class Watching(FcfsPolicy):
+        def add(self, request: Request) -> None:
+            if request.metrics.num_preemptions:
+                assert request in world.scheduler.waiting and request in world.scheduler.running
+                told.append("preempted")
+            super().add(request)
+
+        def remove(self, request: Request) -> None:
+            super().remove(request)
+            assert request in world.scheduler.waiting and (request in world.scheduler.running) != request.is_finished
+            told.append("aborted" if request.is_finished else "started")
+
+        def end(self, request: Request) -> None:
+            assert request in world.scheduler.in_flight
+            told.append("ended")
+
+    world = World(max_batch_size=4, num_kv_blocks=6, prefill_chunk_size=4, scheduling_policy=Watching())
+    requests = [world.add([i] * 9, 12, ignore_eos=True) for i in range(5)]
+    world.scheduler.abort(requests[-1], "not wanted any more")
+    world.drain(Random(0))
+    assert {*told} == {"preempted", "aborted", "started", "ended"} and not world.scheduler.has_unfinished
 
 
 def test_finished_requests_leave_and_waiting_ones_join_at_the_next_step() -> None:

@@ -18,11 +18,12 @@ import pytest
 from stepping import greedy
 from zoo import Zoo
 
-from titan import LLM, RequestOutput, SamplingParams
+from titan import LLM, RequestOutput, SamplingParams, step_loop
 from titan.core.request import Request
 from titan.core.step import StepPlan
 from titan.core.trees import DraftTree
 from titan.draft.base import NoDrafter
+from titan.step_loop import StepLoop
 
 WATCHDOG_S = 60
 """A test that takes so long hangs."""
@@ -48,7 +49,8 @@ def llm(zoo: Zoo) -> LLM:
 
 
 @pytest.fixture(autouse=True)
-def _engine_is_left_clean(llm: LLM) -> Iterator[None]:
+def _engine_is_left_clean(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(step_loop, "PATIENCE_S", 9 * WATCHDOG_S)  # nobody needs to look for itself
     faulthandler.dump_traceback_later(3 * WATCHDOG_S, exit=True)  # if the main thread is the one that hangs
     yield
     faulthandler.cancel_dump_traceback_later()
@@ -311,27 +313,65 @@ def test_a_step_that_fails_after_some_have_finished_leaves_the_engine_sound(llm:
         patch.setattr(scheduler.policy, "serve", fail)
         with pytest.raises(ValueError, match="out of luck"):
             llm.generate(PROMPTS, params, use_tqdm=False)
-    assert [each.finish_reason for each in finished] == ["length"] * len(finished) and finished
+    assert [each.error for each in finished] == ["ValueError: out of luck"] * len(finished) and finished
     assert [essence(output) for output in llm.generate(PROMPTS, params, use_tqdm=False)] == expected
 
 
-def test_an_engine_that_a_failed_step_left_damaged_says_so(zoo: Zoo) -> None:
-    llm = LLM(zoo.path("llama+text"), dtype="float32", device="cpu", num_kv_blocks=64)
+def test_what_a_failed_step_has_left_anywhere_is_gone(llm: LLM) -> None:
+    expected, scheduler, pool = generate(llm, "the", greedy(5)), llm.engine.scheduler, llm.engine.kv.pool
 
     def fail() -> None:
-        llm.engine.kv.pool.allocate(1)  # a block that is nobody's
+        pool.allocate(1)  # a block that is nobody's
         raise ValueError("out of luck")
 
     in_next_step(llm, fail)
     with pytest.raises(ValueError, match="out of luck"):
         generate(llm, "the", greedy(5))
-    for call in CALLS.values():
-        with pytest.raises(RuntimeError, match="cannot be used any more, make another LLM; a step failed: ValueError: out of luck"):
-            call(llm)
-    other = LLM(zoo.path("llama+text"), dtype="float32", device="cpu", num_kv_blocks=64)
-    in_next_step(other, other.engine.scheduler.running.clear)
-    with pytest.raises(RuntimeError, match="interrupted"):
-        generate(other, "the", greedy(5))
+    assert pool.num_blank == pool.num_blocks
+    in_next_step(llm, scheduler.running.clear)
+    with pytest.raises(RuntimeError, match="neither waiting nor running"):
+        generate(llm, "the", greedy(5))
+    assert generate(llm, "the", greedy(5)) == expected
+
+
+def test_an_engine_that_could_not_recover_does_before_anything_else(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second interrupt strikes while the requests of the failed step are ended."""
+    expected, paused = generate(llm, "the", greedy(5)), llm.stream("the", greedy(40, ignore_eos=True))
+    next(paused)
+
+    def fail() -> None:
+        monkeypatch.setattr(llm.engine.kv, "lose_content", Mock(side_effect=KeyboardInterrupt("again")))
+        raise ValueError("out of luck")
+
+    in_next_step(llm, fail)
+    with pytest.raises(KeyboardInterrupt, match="again"):
+        generate(llm, "the", greedy(5))
+    monkeypatch.undo()
+    assert llm.engine.scheduler.has_unfinished and llm.metrics().num_running == 0
+    with pytest.raises(RuntimeError, match="a step failed, which ended all requests in flight: ValueError: out of luck"):
+        next(paused)
+    assert generate(llm, "the", greedy(5)) == expected
+
+
+def test_a_caller_that_an_interrupt_has_cost_its_turn_takes_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that leads is interrupted whenever it would hand over."""
+    expected, hand_over, thread = generate(llm, "the", greedy(5)), StepLoop._hand_over, threading.get_ident()
+
+    def fail(loop: StepLoop) -> None:
+        if threading.get_ident() == thread:
+            raise KeyboardInterrupt
+        hand_over(loop)
+
+    results = list[Any]()
+    other = threading.Thread(target=lambda: results.append(generate(llm, "the", greedy(5))), daemon=True)
+    in_next_step(llm, lambda: (other.start(), await_callers(llm, 2)))
+    monkeypatch.setattr(step_loop, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(StepLoop, "_hand_over", fail)
+    with pytest.raises(KeyboardInterrupt):
+        generate(llm, "in the morning", greedy(3))
+    other.join(WATCHDOG_S)
+    monkeypatch.undo()
+    assert results == [expected]
 
 
 @pytest.fixture

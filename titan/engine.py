@@ -311,12 +311,7 @@ class Engine:
         Raises:
             Exception: as `KVCache.compact`.
         """
-        try:
-            return self.kv.compact(self.scheduler.in_flight)
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                self._give_up_kv("compact_kv_cache() was interrupted")
-            raise
+        return self.kv.compact(self.scheduler.in_flight)
 
     def resize_kv_cache(self, num_blocks: int) -> None:
         """Give the KV cache this many blocks, between steps; requests in flight continue.
@@ -341,10 +336,7 @@ class Engine:
                     self.drafting.attach(tensors["draft"])
                 self.kv.compact(requests, tensors)
                 self.runner = runner
-            except BaseException as error:
-                if not isinstance(error, Exception):
-                    self._give_up_kv(f"resize_kv_cache({num_blocks}) was interrupted")
-                    self.runner = self._prepare_target(self.kv.tensors["target"])
+            except Exception:
                 self._return_cache()
                 raise
 
@@ -361,12 +353,18 @@ class Engine:
             message = f"the drafter {name!r} did not take its KV cache back, so there is no speculation: {error}"
             warnings.warn(message, RuntimeWarning, stacklevel=4)
 
-    def _give_up_kv(self, reason: str) -> None:
-        """End all requests, since nothing is known of the cache any more: the interrupt may have struck while blocks moved."""
-        requests = self.scheduler.in_flight
-        self.kv.lose_content(requests)
-        for request in requests:
-            self.scheduler.fail(request, reason)
+    def end_all(self, error: str) -> None:
+        """End all requests in flight with an error, and empty the KV cache and the swap space.
+
+        So that the engine is in order after a step, or a change between two steps, that an exception or an interrupt has ended
+        anywhere. If this is interrupted itself, it must be called again.
+        """
+        self.kv.lose_content(self.scheduler.in_flight)
+        self.scheduler.end_all(error)
+        if self.backend.is_host:  # else the caches have been the same since the start; these may just have been resized
+            with self.backend.active():
+                self.runner = self._prepare_target(self.kv.tensors["target"])
+                self._return_cache()
 
     def _check_resize(self, num_blocks: int, requests: Sequence[Request]) -> None:
         if not self.backend.is_host:

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from queue import SimpleQueue
-from threading import Lock, get_ident
+from queue import Empty, SimpleQueue
+from threading import RLock, get_ident
 from typing import Any, TypeVar
 
 from titan.core.checks import shown
@@ -16,6 +16,18 @@ from titan.core.request import Request
 from titan.engine import Engine
 
 T = TypeVar("T")
+
+PATIENCE_S = 1.0
+"""Seconds after which a caller that sleeps looks for itself whether anybody leads: an interrupt may have cost it its turn."""
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """The requests that a caller runs."""
+
+    requests: Sequence[Request]
+    to_queue: deque[Request]  # those that the scheduler has no room for yet
+    failure: str | None = None  # what has ended some of them that were in flight, with all others
 
 
 @dataclass(slots=True, eq=False)
@@ -48,13 +60,13 @@ class StepLoop:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._lock = Lock()  # of the leader
+        self._lock = RLock()  # of the leader
         self._leader: int | None = None  # its thread
         self._callers: dict[_Caller, None] = {}  # in order of arrival; the leader is among them
         self._in_flight: dict[str, Request] = {}  # of callers, by id: of each prompt the first request
+        self._runs: dict[_Run, None] = {}
         self._abandoned: deque[Request] = deque()
-        self._ended: dict[Request, str] = {}  # requests that a failed step ended, and why; until their callers know
-        self._damage: str | None = None  # the failure that left the engine unusable
+        self._failure: str | None = None  # of work that has not come to its end, and may have left the engine half changed
 
     def run(self, requests: Sequence[Request], find_news: Callable[[], T | None]) -> Generator[T]:
         """Queue requests, and yield what ``find_news`` finds between steps whenever it finds something, without an end.
@@ -70,48 +82,44 @@ class StepLoop:
             RuntimeError: a step failed, which ended one of the requests. The thread that made the step gets the error itself.
             RuntimeError: as `between_steps`.
         """
-        to_queue, scheduler = deque(requests), self.engine.scheduler
+        run, scheduler = _Run(requests, deque(requests)), self.engine.scheduler
         expiries = deque(sorted(each.expiry for each in requests if each.expiry is not None))
         firsts = [each for each in requests if not each.index]
 
         def ask() -> T | None:
-            if self._ended and (ended := self._ended.keys() & requests):
-                raise RuntimeError(f"a step failed, which ended all requests in flight: {self._ended[ended.pop()]}")
+            if run.failure is not None:
+                raise RuntimeError(f"a step failed, which ended all requests in flight: {run.failure}")
             if expiries and expiries[0] <= (now := scheduler.clock()):
                 while expiries and expiries[0] <= now:
                     expiries.popleft()
                 # the overdue ones first: they may be queued at once, and the next step ends them
-                ordered = sorted(to_queue, key=lambda each: each.expiry is None or each.expiry > now)
-                to_queue.clear()
-                to_queue.extend(ordered)
-            while to_queue and (to_queue[0].is_finished or scheduler.may_add(to_queue[0])):
-                if not (request := to_queue.popleft()).is_finished:
+                run.to_queue = deque(sorted(run.to_queue, key=lambda each: each.expiry is None or each.expiry > now))
+            while run.to_queue and ((request := run.to_queue[0]).is_finished or scheduler.may_add(request)):
+                if not request.is_finished:
                     scheduler.add(request)
+                run.to_queue.popleft()  # now that it is in flight: an interrupt must not lose it
             return find_news()
 
         try:
             for first in firsts:
                 if self._in_flight.setdefault(first.request_id, first) is not first:
                     raise ValueError(f"request_id={shown(first.request_id)} is that of a request in flight: allowed is another one")
+            self._runs[run] = None
             while True:
                 yield self._wait(ask)
         finally:
             for first in firsts:
                 if self._in_flight.get(first.request_id) is first:
                     del self._in_flight[first.request_id]
-            to_queue.clear()  # lest a leader that is asking just now queues more
-            unfinished = [request for request in requests if not request.is_finished]
-            try:
-                self._abandon(unfinished)
-            finally:
-                for request in requests:  # a step that failed just now has ended some, of which nobody need be told any more
-                    self._ended.pop(request, None)
+            self._runs.pop(run, None)
+            run.to_queue.clear()  # lest a leader that is asking just now queues more
+            self._abandon([request for request in requests if not request.is_finished])
 
     def between_steps(self, function: Callable[[], T]) -> T:
         """Call a function before the next step, perhaps in another thread, and return its result.
 
         Raises:
-            RuntimeError: the caller is inside a step, or in a forked process, or an earlier step left the engine damaged.
+            RuntimeError: the caller is inside a step, or in a forked process.
         """
         return self._wait(lambda: (function(),))[0]
 
@@ -137,7 +145,7 @@ class StepLoop:
         return self.between_steps(abort_families)
 
     def check_caller(self) -> None:
-        """Refuse a caller that would wait forever, or for an engine that is damaged.
+        """Refuse a caller that would wait forever.
 
         Raises:
             RuntimeError: as `between_steps`.
@@ -148,21 +156,17 @@ class StepLoop:
                 "an LLM cannot be called from inside its own step, by a logits processor, an observer or a drafter: call it "
                 "when generate() has returned, or between the outputs of stream()"
             )
-        self._check_damage()
-
-    def _check_damage(self) -> None:
-        if self._damage is not None:
-            raise RuntimeError(f"the engine cannot be used any more, make another LLM; a step failed: {self._damage}")
 
     def _wait(self, ask: Callable[[], T | None]) -> T:
         """Return the first answer of ``ask`` that is not ``None``; step meanwhile, unless another thread does."""
         self.check_caller()
         caller = _Caller(ask)
-        self._callers[caller] = None
         try:
+            self._callers[caller] = None
             while not caller.is_answered:
                 if not self._lead(lambda: self._step_for(caller)):
-                    caller.woken.get()
+                    with suppress(Empty):
+                        caller.woken.get(timeout=PATIENCE_S)
         finally:
             caller.has_left = True
             self._callers.pop(caller, None)
@@ -173,21 +177,43 @@ class StepLoop:
         return answer
 
     def _lead(self, work: Callable[[], None]) -> bool:
-        """Do work that is between steps or consists of them, and return True, unless another thread leads."""
-        if not self._lock.acquire(blocking=False):
+        """Do work that is between steps or consists of them, and return True, unless another thread leads, or this one already."""
+        own = get_ident()
+        if self._leader == own:
             return False
         try:
-            self._leader = get_ident()
-            work()
-        finally:
-            self._leader = None
-            self._lock.release()
+            if not self._lock.acquire(blocking=False):
+                return False
+            self._leader = own
+            self._do(work)
+        finally:  # no call comes before the release: an interrupt strikes after one, and may hide whether the lock was acquired
+            if self._leader == own:
+                self._leader = None
+            try:  # noqa: SIM105 - that would be a call
+                self._lock.release()
+            except RuntimeError:  # the lock is another thread's
+                pass
         return True
+
+    def _do(self, work: Callable[[], None]) -> None:
+        """Do work of a leader; if it does not come to its end, the next one ends all requests first, whatever is left half done."""
+        if self._failure is not None:
+            in_flight = {*self.engine.scheduler.in_flight}
+            for run in tuple(self._runs):
+                if not in_flight.isdisjoint(run.requests):
+                    run.failure = self._failure
+            self.engine.end_all(self._failure)
+        self._failure = "it was interrupted"
+        try:
+            work()
+        except BaseException as error:
+            self._failure = f"{type(error).__name__}: {error}"
+            raise
+        self._failure = None
 
     def _step_for(self, own: _Caller) -> None:
         """Step until there is an answer for a caller; wake the others when there is one for them."""
         while True:
-            self._check_damage()
             self._abort_abandoned()
             has_answered = False
             for caller in tuple(self._callers):
@@ -205,29 +231,15 @@ class StepLoop:
                 continue  # one of them may have ended what another waits for
             first, *_ = tuple(self._callers)  # at once: another thread may come or leave
             self._put_last(first)  # another one is asked first next time, and may queue its requests
-            self._step()
+            if not self.engine.scheduler.has_unfinished:
+                raise RuntimeError("a request is neither waiting nor running: it cannot be finished")
+            self.engine.step()
 
     def _put_last(self, caller: _Caller) -> None:
         self._callers.pop(caller, None)
         self._callers[caller] = None
         if caller.has_left:  # just now, in its own thread
             self._callers.pop(caller, None)
-
-    def _step(self) -> None:
-        """Step; end all requests if that fails, since nothing tells what it left half done."""
-        scheduler = self.engine.scheduler
-        if not scheduler.has_unfinished:
-            raise RuntimeError("a request is neither waiting nor running, since a step was interrupted: it cannot be finished")
-        try:
-            self.engine.step()
-        except BaseException as error:
-            reason = self._damage = f"{type(error).__name__}: {error}"  # until all is seen to be in order
-            self._ended |= {request: reason for request in scheduler.in_flight if not request.is_finished}
-            with suppress(Exception):  # whatever it is, the error that is raised came before
-                scheduler.end_all(reason)
-                self.engine.kv.check([])
-                self._damage = None
-            raise
 
     def _abandon(self, requests: Sequence[Request]) -> None:
         """Abort requests that nobody waits for, at the latest after the step that runs.
@@ -241,14 +253,15 @@ class StepLoop:
         scheduler = self.engine.scheduler
         while self._abandoned:
             request = self._abandoned.popleft()
-            self._ended.pop(request, None)
             if request in scheduler.running or request in scheduler.waiting:
                 scheduler.abort(request)
 
     def _hand_over(self) -> None:
         """Unless another thread leads, do what was left for a leader, and wake the caller that leads next."""
-        while self._abandoned and self._lead(self._abort_abandoned):
-            pass
-        if not self._lock.locked():
-            for caller in tuple(self._callers)[:1]:
-                caller.woken.put(None)
+        try:
+            while (self._abandoned or self._failure is not None) and self._lead(self._abort_abandoned):
+                pass
+        finally:
+            if self._leader is None:
+                for caller in tuple(self._callers)[:1]:
+                    caller.woken.put(None)

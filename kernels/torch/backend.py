@@ -62,9 +62,12 @@ def using_threads(num_threads: int) -> Iterator[None]:
         _set_threads(num_threads)
         yield
     finally:
-        _set_threads(before)
-        with _lock:
-            _open_contexts.remove(context)
+        try:
+            _set_threads(before)
+        finally:
+            with _lock:
+                if context in _open_contexts:  # else an interrupt came first
+                    _open_contexts.remove(context)
 
 
 def host_by_default(context: AbstractContextManager[Any]) -> AbstractContextManager[Any]:

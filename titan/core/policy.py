@@ -17,6 +17,9 @@ class SchedulingPolicy(Protocol):
     seconds of the scheduler's clock, which is that of ``request.metrics.arrival_time``. A request that the policy puts first and
     that does not fit is waited for; none is passed over. A subclass need not have `serve` and `end`, nor
     `displaceable` where nobody gives way to a waiting request.
+
+    When a step has failed, or was interrupted, all requests end: those that wait are removed, and all are ended. A policy may know
+    that already of the one at which this struck, or may not even know that it waits: what it then raises is ignored.
     """
 
     name: str

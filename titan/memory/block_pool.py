@@ -30,9 +30,9 @@ class BlockPool:
             raise ValueError(f"num_blocks={num_blocks} is too small: at least 0 is needed")
         self.enable_caching = enable_caching
         self.num_evicted = 0  # cached blocks that were allocated to somebody else, since the start
-        self.reset(num_blocks)
         self.num_touched = num_blocks
         """How many of the first blocks may have been written; of a cache that was resized, the others take no memory yet."""
+        self.reset(num_blocks)
 
     def reset(self, num_blocks: int) -> None:
         """Have this many blocks, all of them blank, whatever was before."""

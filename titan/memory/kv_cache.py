@@ -314,13 +314,16 @@ class KVCache:
         return num_moved
 
     def lose_content(self, requests: Iterable[Request]) -> None:
-        """Forget what the blocks of the attached caches hold, and whose they are; these unfinished requests then have none.
+        """Forget what the blocks hold, those of the swap space as well, and whose they are; these requests then have none.
 
-        For when `compact` was interrupted, wherever that struck.
+        For when something was interrupted, wherever that struck.
         """
+        self.await_copies()  # they may be on their way into blocks that others get now
         for request in requests:
             request.release()
+            request.leave_swap()
         self.pool.reset(self._tensors["target"].num_blocks)
+        self.swap_space.pool.reset(self.swap_space.pool.num_blocks)
         self._new_blocks.clear()
 
     def resize_swap_space(self, num_blocks: int, requests: Iterable[Request]) -> None:

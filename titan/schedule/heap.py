@@ -32,16 +32,13 @@ class Heap(Generic[T]):
         entry = self._entries[item] = key, next(self._numbers), item
         heappush(self._heap, entry)
 
-    def remove(self, item: T) -> None:
-        """Remove an item.
-
-        Raises:
-            KeyError: it is not in the heap.
-        """
-        del self._entries[item]
+    def discard(self, item: T) -> None:
+        """Remove an item, if it is there."""
+        self._entries.pop(item, None)
         if len(self._heap) > 2 * len(self._entries) + 16:
-            self._heap = list(self._entries.values())
-            heapify(self._heap)
+            heap = list(self._entries.values())
+            heapify(heap)
+            self._heap = heap
 
     def top(self) -> tuple[T, Any]:
         """Return the item of the least key, and its key; there must be one."""

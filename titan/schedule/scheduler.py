@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 from titan.core.checks import shown
 from titan.core.metrics import EngineCounters
@@ -27,7 +28,7 @@ from titan.schedule.policies.priority import PriorityPolicy
 from titan.schedule.preemption import SwapRule
 from titan.schedule.rows import RowChooser
 from titan.schedule.service import ServiceLog
-from titan.schedule.stopping import append_tokens, fail_if_unreadable
+from titan.schedule.stopping import append_tokens, fail_if_unreadable, mark_failed
 
 Lookahead = Callable[[Sequence[Request], Sequence[int]], Sequence[int]]
 """Returns the slots after the root of each request that drafting these many nodes would like to write: at least as many, more for a
@@ -42,6 +43,8 @@ _POLICIES: Mapping[str, Callable[[], SchedulingPolicy]] = {"fcfs": FcfsPolicy, "
 
 class Scheduler:
     """Holds the waiting and the running requests.
+
+    A request enters one of the two before it leaves the other, and leaves as the last thing of all: so an interrupt loses none.
 
     Args:
         options: how many requests and tokens may run, how many wait, and in which order.
@@ -116,31 +119,34 @@ class Scheduler:
         assert not request.is_finished
         request.finish_reason, request.error = reason, error
         if request in self.waiting:
-            self._unqueue(request)
-        elif request in self.running:
-            self.running.remove(request)
-        else:
+            self.policy.remove(request)
+        elif request not in self.running:
             request.metrics.finished_time = self.clock()
             return
         self._finish(request)
 
     def end_all(self, error: str) -> None:
-        """End all requests after a step that failed, those that it had finished with what they have."""
-        for request in self.in_flight:
-            if request.is_finished:
-                self.running.remove(request)
-                self._finish(request)
-            else:
-                self.fail(request, error)
+        """End all requests, whatever was interrupted; the KV cache has forgotten theirs.
+
+        Those that a step has just finished end with the error, too: it may have been about to add to what they have.
+        """
+        for request in dict.fromkeys(self.in_flight):
+            mark_failed(request, error)
+            request.metrics.finished_time = self.clock()
+            self.counters.num_finished_requests += 1
+            self.service.end(request)
+            for tell in (self.policy.remove, self.policy.end) if request in self.waiting else (self.policy.end,):
+                with suppress(Exception):  # it may know that already, or may have failed itself
+                    tell(request)
+        self._expiries = Heap()
+        self.waiting.clear()
+        self.running.clear()
 
     def expire(self) -> list[Request]:
         """Abort the requests that have not finished within their ``timeout_s``, and return them."""
         expired = []
         while self._expiries and (entry := self._expiries.top())[1] <= self.clock():
             request = entry[0]
-            self._expiries.remove(request)  # also of one that an interrupt has left neither waiting nor running
-            if request.is_finished:  # such a one, aborted since
-                continue
             self.abort(
                 request,
                 f"timeout_s={request.terms.timeout_s:g} is over: the request has {request.num_output_tokens} tokens of output and "
@@ -196,8 +202,9 @@ class Scheduler:
         """Start a waiting request, at the end of what is already computed of it, unless a sibling is computing that just now."""
         if not self.kv.awaits_sibling(request):
             self._admit(request)
-        self._unqueue(request)
         self.running.append(request)
+        self.policy.remove(request)
+        del self.waiting[request]
 
     def ensure_kv(self, request: Request) -> bool:
         """Give a running request that awaited a sibling its KV, if that is computed and there is room; return whether it has it."""
@@ -218,10 +225,10 @@ class Scheduler:
             self.counters.num_swapped_out += 1
         else:
             self.kv.free(request)
-        self.running.remove(request)
         request.metrics.num_preemptions += 1
         self.counters.num_preemptions += 1
         self._queue(request)
+        self.running.remove(request)
 
     def update(self, plan: StepPlan, acceptance: Acceptance) -> list[Request]:
         """Advance counters, append tokens, and finish the requests that ended.
@@ -263,7 +270,6 @@ class Scheduler:
         if finished:
             changed += self._share_prompts([each for each in finished if each.error is None])
             for request in finished:
-                self.running.remove(request)
                 self._finish(request)
         self.counters.num_steps += 1
         self.counters.num_rows += sum(plan.num_tokens) + acceptance.trees.num_nodes
@@ -286,10 +292,6 @@ class Scheduler:
     def _queue(self, request: Request) -> None:
         self.waiting[request] = None
         self.policy.add(request)
-
-    def _unqueue(self, request: Request) -> None:
-        del self.waiting[request]
-        self.policy.remove(request)
 
     def _swap_out(self, request: Request) -> bool:
         """Move a request's KV to the swap space; return whether there was room, and memory for the copy."""
@@ -322,9 +324,8 @@ class Scheduler:
             self.service.start(request, num_prompt_tokens, metrics.first_scheduled_time)
 
     def _finish(self, request: Request) -> None:
-        """Release what a request held that is neither waiting nor running any more."""
-        if request in self._expiries:
-            self._expiries.remove(request)
+        """Release what a request held, and let it leave."""
+        self._expiries.discard(request)
         self.counters.num_finished_requests += 1
         request.metrics.finished_time = self.clock()
         self.kv.free(request)
@@ -333,6 +334,10 @@ class Scheduler:
             with fail_if_unreadable(request):
                 request.detokenizer.finish()  # text truncated at a stop string is already complete
         self.policy.end(request)
+        if request in self.waiting:
+            del self.waiting[request]
+        else:
+            self.running.remove(request)
 
 
 def _count(

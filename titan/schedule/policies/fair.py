@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 
 from titan.core.checks import check_number, check_text, shown
@@ -54,16 +54,15 @@ class FairPolicy(SchedulingPolicy):
         self._backlogged: Heap[str | None] = Heap()  # the same users, by service, which may have grown
         self._last: str | None = None  # user of whom no request waits any more
         self._least = 0.0  # service among the backlogged, or of the last; never falls
-        self._num_in_flight = Counter[str | None]()
+        self._in_flight = defaultdict[str | None, set[Request]](set)  # by user
         self._idle: Heap[str | None] = Heap()  # users without requests, by service
 
     def add(self, request: Request) -> None:
         """See `titan.core.policy.SchedulingPolicy`."""
         user, is_new = request.terms.user, not request.metrics.num_preemptions
         if is_new:
-            self._num_in_flight[user] += 1
-            if user in self._idle:
-                self._idle.remove(user)
+            self._in_flight[user].add(request)
+            self._idle.discard(user)
         if user not in self._waiting:
             if self._waiting:
                 self._find_least()
@@ -80,10 +79,11 @@ class FairPolicy(SchedulingPolicy):
     def remove(self, request: Request) -> None:
         """See `titan.core.policy.SchedulingPolicy`."""
         user = request.terms.user
-        del self._waiting[user][request]
-        if not self._waiting[user]:
-            del self._waiting[user]
-            self._backlogged.remove(user)
+        waiting = self._waiting.get(user, OrderedDict())
+        waiting.pop(request, None)
+        if not waiting:
+            self._waiting.pop(user, None)
+            self._backlogged.discard(user)
             self._last = user
 
     def first(self, now: float) -> Request:  # noqa: ARG002
@@ -99,9 +99,9 @@ class FairPolicy(SchedulingPolicy):
     def end(self, request: Request) -> None:
         """See `titan.core.policy.SchedulingPolicy`."""
         user = request.terms.user
-        self._num_in_flight[user] -= 1
-        if not self._num_in_flight[user]:
-            del self._num_in_flight[user]
+        self._in_flight[user].discard(request)
+        if not self._in_flight[user]:
+            del self._in_flight[user]
             self._idle.push(user, self._service[user])
 
     def victim(self, running: Sequence[Request], now: float) -> Request:  # noqa: ARG002
@@ -123,5 +123,5 @@ class FairPolicy(SchedulingPolicy):
             user, service = self._idle.top()
             if service > self._least:
                 return
-            self._idle.remove(user)
+            self._idle.discard(user)
             del self._service[user]

@@ -51,8 +51,8 @@ class PriorityPolicy(SchedulingPolicy):
 
     def remove(self, request: Request) -> None:
         """See `titan.core.policy.SchedulingPolicy`."""
-        self._by_key.remove(request)
-        self._by_age.remove(request)
+        self._by_key.discard(request)
+        self._by_age.discard(request)
         if not request.is_finished:
             self._num_starts = (self._num_starts + 1) % AGED_TURN
 
