@@ -95,7 +95,7 @@ def test_an_interrupt_while_blocks_move_ends_the_requests(
             loop.between_steps(lambda: engine.resize_kv_cache(200) if call.startswith("resize") else engine.compact_kv_cache())
     assert {request.error for request in requests} == {"KeyboardInterrupt: ", None}
     assert not engine.scheduler.has_unfinished and engine.runner.kv is engine.kv.tensors["target"]  # type: ignore[attr-defined]
-    assert engine.kv.num_blocks == engine.kv.tensors["target"].num_blocks
+    assert engine.kv.pool.num_touched <= engine.kv.num_blocks == engine.kv.tensors["target"].num_blocks
     check_blocks(engine)
     assert run_all(engine, PROMPTS, PARAMS) == lonely(zoo) and engine.metrics().num_cached_tokens == 0
 

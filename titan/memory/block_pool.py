@@ -37,6 +37,7 @@ class BlockPool:
     def reset(self, num_blocks: int) -> None:
         """Have this many blocks, all of them blank, whatever was before."""
         self.num_blocks = num_blocks
+        self.num_touched = min(self.num_touched, num_blocks)
         self.is_drafted = bytearray(num_blocks)  # by block: whether the current draft has written its KV of the whole block
         self._ref_counts = [0] * num_blocks
         self._blank = bytearray(b"\1") * num_blocks  # by block: whether it is free and not cached

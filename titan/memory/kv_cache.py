@@ -76,7 +76,7 @@ class KVCache:
 
     def detach(self, role: Role) -> None:
         """Detach a cache, if there is one."""
-        self._tensors.pop(role, None)
+        self._tensors = {each: tensor for each, tensor in self._tensors.items() if each != role}
 
     def num_missing_blocks(self, request: Request, num_slots: int) -> int:
         """Return how many free blocks it takes to cover ``num_slots`` slots, after `admit` if the request has no blocks.
