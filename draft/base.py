@@ -59,7 +59,8 @@ class CachingDrafter(Drafter, Protocol):
     def attach(self, kv: KVTensor) -> None:
         """Attach the cache, which has the layout ``kv``; called before the first step, and again when the cache is resized.
 
-        The content of the blocks in use, whose ids may have changed between two steps, is in the new cache by the next one.
+        The content of the blocks in use, whose ids may have changed between two steps, is in the new cache by the next one. After a
+        step that failed or was interrupted, it may be called with the same cache, of which no block is in use then.
         """
         ...
 

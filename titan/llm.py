@@ -30,8 +30,8 @@ class LLM:
 
     All methods may be called from several threads at once: their requests run in one batch. One of the waiting threads steps for
     all, so that logits processors and drafters may run in any of them. Calls from inside a step, and in a process forked from
-    one that has made an `LLM`, raise a `RuntimeError`. If a step fails, all calls in flight do: the one that made the step with
-    the error itself, the others with a `RuntimeError` that names it.
+    one that has made an `LLM`, raise a `RuntimeError`. If a step fails or is interrupted, all calls in flight fail: the one that
+    made the step with the error itself, the others with a `RuntimeError` that names it. The next calls are served.
 
     Args:
         model: "demo" (ships with the package), a folder in Hugging Face format, or a hub id.
@@ -213,7 +213,7 @@ class LLM:
         The KV cache keeps its number of blocks, so that a larger draft takes more memory than ``kv_cache_memory`` said. The swap
         space keeps its bytes and starts empty: what it held is computed again. Where the host has no memory for it any more, a
         warning says that there is none. With ``speculation="adaptive"``, models whose passes were not measured before are measured
-        first, in about two seconds, during which requests in flight wait.
+        first, in about two seconds, during which requests in flight wait. An interrupt ends all requests.
 
         Args:
             draft_model: as in the constructor.
