@@ -35,7 +35,9 @@ READ = "a model is a folder or hub id with config.json and weights in safetensor
 CONFIG = "has a config.json that cannot be used: "
 SIZE = "is not allowed: it must be an integer from 1 to 16777216"
 NATIVE = f"{CONFIG}model_impl='native' is not allowed for this model: it must be 'auto' or 'transformers', since "
-NOT_FINITE = "with numbers that are not finite in float32, in model.safetensors: NaN and infinities are not allowed"
+UNUSABLE = "has a checkpoint that cannot be used: "
+UNFIT = f"{UNUSABLE}the weights do not fit LlamaForCausalLM: "
+NOT_FINITE = "has numbers that are not finite in float32: NaN and infinities are not allowed"
 
 
 @pytest.fixture(scope="module")
@@ -148,31 +150,28 @@ BROKEN: dict[str, tuple[Damage, str]] = {
     ),
     "another name": (
         weights(lm_head__weight=None, gate__weight=torch.ones(1)),
-        "has weights that do not fit LlamaForCausalLM: missing lm_head.weight; unexpected gate.weight",
+        f"{UNFIT}missing lm_head.weight; unexpected gate.weight; of another shape none",
     ),
     "names without a prefix": (
         weights(model__norm__weight=None, norm__weight=torch.ones(48)),
-        "has weights that do not fit LlamaForCausalLM: missing model.norm.weight; unexpected norm.weight; "
+        f"{UNFIT}missing model.norm.weight; unexpected norm.weight; of another shape none; "
         "model_impl='transformers' takes names without 'model.' as well",
     ),
-    "many missing": (config(num_hidden_layers=5), "has weights that do not fit ... and 13 more; unexpected none"),
-    "shape": (
-        weights(model__norm__weight=torch.ones(7)),
-        "has weight 'model.norm.weight' of shape [7] in model.safetensors: its config asks for [48]",
-    ),
+    "many missing": (config(num_hidden_layers=5), f"{UNFIT}missing ... and 13 more; unexpected none; ..."),
+    "shape": (weights(model__norm__weight=torch.ones(7)), f"{UNFIT}... of another shape model.norm.weight ([7], not [48])"),
     "integers": (
         weights(model__norm__weight=torch.ones(48, dtype=torch.int8)),
-        "has weight 'model.norm.weight' of dtype I8 in model.safetensors, which is not supported: it must be one of BF16, F16, "
-        "F32; integers need a quantization_config, which says what they stand for",
+        f"{UNUSABLE}weight 'model.norm.weight' has dtype I8, which is not supported: it must be one of F32, BF16, F16; "
+        "integers need a quantization_config, which says what they stand for",
     ),
     "float8": (
         weights(model__norm__weight=torch.ones(48).to(torch.float8_e4m3fn)),
-        "... of dtype F8_E4M3 in ...: it must be one of BF16, F16, F32, unless model_impl='transformers', of target and draft",
+        "... has dtype F8_E4M3, ...: it must be one of F32, BF16, F16, unless model_impl='transformers', of target and draft",
     ),
-    "NaN": (weights(model__norm__weight=torch.full((48,), torch.nan)), f"has weight 'model.norm.weight' {NOT_FINITE}"),
+    "NaN": (weights(model__norm__weight=torch.full((48,), torch.nan)), f"{UNUSABLE}weight 'model.norm.weight' {NOT_FINITE}"),
     "infinity": (
         weights(lm_head__weight=torch.ones(131, 48).index_fill(0, torch.tensor(130), -torch.inf)),
-        f"has weight 'lm_head.weight' {NOT_FINITE}",
+        f"{UNUSABLE}weight 'lm_head.weight' {NOT_FINITE}",
     ),
     "a number for a shard": (
         edit(f"../shards/{INDEX}", weight_map={"lm_head.weight": 7}),
@@ -201,30 +200,13 @@ NATIVE_ONLY = {
 }
 """What is refused with model_impl="native" alone: else such models go to transformers."""
 
-UNFIT = "has a checkpoint that cannot be used: the weights do not fit LlamaForCausalLM: "
 CODE = {"AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.MineForCausalLM"}
-TRANSFORMERS: dict[str, tuple[Damage, str]] = {
-    "another name": (
-        weights(lm_head__weight=None, gate__weight=torch.ones(1)),
-        f"{UNFIT}missing lm_head.weight; unexpected gate.weight; of another shape none",
-    ),
-    "many missing": (config(num_hidden_layers=5), f"{UNFIT}missing ... and 13 more; unexpected none; ..."),
-    "shape": (weights(model__norm__weight=torch.ones(7)), f"{UNFIT}... of another shape model.norm.weight ([7], not [48])"),
-    "NaN": (
-        weights(model__norm__weight=torch.full((48,), torch.nan)),
-        "has a checkpoint that cannot be used: weight 'model.norm.weight' has numbers that are not finite in float32: NaN and ...",
-    ),
+SAME = ("another name", "many missing", "shape", "NaN", "no weights", "weights cut short")
+"""What is said of weights whoever runs the model."""
+TRANSFORMERS: dict[str, tuple[Damage, str]] = {name: BROKEN[name] for name in SAME} | {
     "integers": (
         weights(model__norm__weight=torch.ones(48, dtype=torch.int8)),
-        "has a checkpoint that cannot be used: weight 'model.norm.weight' has dtype int8: integers need a quantization_config, ...",
-    ),
-    "no weights": (
-        lambda folder: (folder / "model.safetensors").rename(folder / "a.bin"),
-        f"has no weight file model.safetensors: weights must be in model.safetensors or in the files of {INDEX}, ... (found a.bin)",
-    ),
-    "weights cut short": (
-        lambda folder: (folder / "model.safetensors").write_bytes(b"\x00" * 20),
-        "has a damaged weight file model.safetensors: ...",
+        f"{UNUSABLE}weight 'model.norm.weight' has dtype int8: integers need a quantization_config, ...",
     ),
     "heads": (config(num_attention_heads=5), f"{CONFIG}...(48)...(5)..."),  # in the words of transformers
     "shared heads": (config(num_key_value_heads=3), f"{CONFIG}num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
@@ -520,5 +502,5 @@ def test_numbers_beyond_a_dtype_are_refused_in_that_dtype_only(whole: Path, tmp_
     weights(model__norm__weight=torch.full((48,), 1e5))(tmp_path)
     backend = TorchBackend(torch.device("cpu"))
     load_model(open_model(ModelFiles(str(tmp_path))), dtype="float32", backend=backend)
-    with pytest.raises(ValueError, match=r"'model\.norm\.weight' with numbers that are not finite in float16"):
+    with pytest.raises(ValueError, match=r"'model\.norm\.weight' has numbers that are not finite in float16"):
         load_model(open_model(ModelFiles(str(tmp_path))), dtype="float16", backend=backend)

@@ -30,9 +30,8 @@ from titan.bench.loading import load_decoder
 from titan.kernels.torch.backend import TorchBackend
 from titan.models.decoder import Decoder
 from titan.models.files import ModelFiles
-from titan.models.hf import stored
 from titan.models.loader import load_tokenizer, resolve_dtype, resolve_model
-from titan.models.weights import weights_dtype
+from titan.models.stored import weights_dtype
 
 
 def load(folder: Path | str, dtype: str | torch.dtype = "float32", **options: Any) -> Decoder:
@@ -388,7 +387,7 @@ def test_loading_peaks_at_little_more_than_the_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["cpu", "torch"])
 def test_a_model_of_transformers_does_not_change_with_its_files(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Although weights are read in place, and some are used as they are stored."""
-    monkeypatch.setattr(stored, "MAX_COPIED_BYTES", 0)
+    monkeypatch.setattr("titan.models.stored.MAX_COPIED_BYTES", 0)
     make_model(tmp_path)
     backend = cpu_backend() if name == "cpu" else TorchBackend(torch.device("cpu"))
     engine = make_engine(str(tmp_path), backend=backend, model_impl="transformers")

@@ -15,6 +15,7 @@ from torch import nn
 
 from titan.core.checks import shown
 from titan.core.dtypes import RUN_DTYPES
+from titan.core.out_of_memory import is_out_of_memory
 from titan.core.sampling_params import SamplingParams
 from titan.kernels.interfaces import Backend, Model
 from titan.models.config import DecoderConfig, ModelConfig, as_token_ids, check_entries, check_sizes
@@ -32,8 +33,9 @@ from titan.models.files import (
 from titan.models.hf.describe import TransformersConfig, describe, empty_model
 from titan.models.hf.load import load_weights as load_modules
 from titan.models.registry import NotNativeError, check_supported
+from titan.models.stored import find_tensors, weight_files, weights_dtype
 from titan.models.token_order import TokenOrder
-from titan.models.weights import fetch_weights, read_decoder, weight_files, weights_dtype
+from titan.models.weights import read_decoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -262,12 +264,15 @@ def load_model(
     if max_positions is not None:
         config = replace(config, max_position_embeddings=min(config.max_position_embeddings, max_positions))
     dtype = run_dtype(dtype, checkpoint, backend)
+    name, tensors = files.name, find_tensors(files)
     if isinstance(config, DecoderConfig):
-        return read_decoder(config, files, dtype=dtype, backend=backend, pack=pack, order=order, weight_bits=weight_bits)
+        with _naming(name, "checkpoint"):
+            return read_decoder(
+                config, name, tensors, dtype=dtype, backend=backend, pack=pack, order=order, weight_bits=weight_bits
+            )
     assert isinstance(config, TransformersConfig) and weight_bits is None
-    paths = fetch_weights(files)  # its errors name the model
-    with _naming(files.name, "checkpoint"), _TRANSFORMERS_LOCK:
-        return load_modules(files.name, paths, config, dtype=dtype, backend=backend, order=order)
+    with _naming(name, "checkpoint"), _TRANSFORMERS_LOCK:
+        return load_modules(name, files.fetch(), tensors, config, dtype=dtype, backend=backend, order=order)
 
 
 def _read_decoder_config(content: dict[str, Any], folder: Path, eos_token_ids: tuple[int, ...] | None) -> DecoderConfig:
@@ -345,4 +350,6 @@ def _naming(name: str, file: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # transformers raises whatever the damage leads to
+        if is_out_of_memory(error):
+            raise
         raise ValueError(f"model {name!r} has a {file} that cannot be used: {one_line(error)}") from error

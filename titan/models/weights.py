@@ -3,43 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from titan.core.checks import shown
-from titan.core.dtypes import dtype_name
 from titan.kernels.interfaces import Backend
 from titan.models.config import DecoderConfig
 from titan.models.decoder import Decoder
-from titan.models.files import (
-    CONFIG,
-    CONFIG_FILES,
-    INTEGERS_NEED,
-    SINGLE_WEIGHT_FILE,
-    WEIGHT_INDEX,
-    ModelFiles,
-    no_model,
-    one_line,
-    some,
-)
 from titan.models.rope import Rope, head_places
+from titan.models.stored import WEIGHT_DTYPES, StoredTensor, check_dtypes, misfits, refuse_misfits
 from titan.models.token_order import TokenOrder
 
 LOG = logging.getLogger(__name__)
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """Names in transformers of the weights that may be tied."""
-
-CHOSEN_WEIGHTS = "transformers_weights"
-"""Entry of a config: the file of the weights, or an index of several, if they are not those of the usual names."""
-
-WEIGHT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Supported dtypes, by their names in safetensors files."""
 
 CHUNK_BYTES = 8 * 2**20
 """Approximate size of the pieces in which weights are copied, so that few pages of a file are mapped at a time."""
@@ -50,7 +31,8 @@ MAX_SHARED_NUMBERS = 2**24
 
 def read_decoder(
     config: DecoderConfig,
-    files: ModelFiles,
+    name: str,
+    tensors: dict[str, StoredTensor],
     *,
     dtype: torch.dtype,
     backend: Backend,
@@ -65,7 +47,8 @@ def read_decoder(
 
     Args:
         config: of the model.
-        files: of the model, whose weights are downloaded if need be.
+        name: of the model.
+        tensors: of its checkpoint.
         dtype: to run in.
         backend: that runs it.
         pack: pack the weights where possible; see `Decoder.prepare`.
@@ -73,131 +56,25 @@ def read_decoder(
         weight_bits: 8 rounds the matrices of linear layers, and packs them; ``None`` leaves them as they are.
 
     Raises:
-        ValueError: the weights are missing or damaged, do not fit the config, or are not finite.
+        ValueError: the weights do not fit the config, or are not finite.
     """
-    tensors = _find_tensors(files)
+    check_dtypes(tensors, WEIGHT_DTYPES, ", unless model_impl='transformers', of target and draft")
     embedding, head = tensors.get(EMBEDDING), tensors.get(HEAD)
     if "tied_embedding" in config.traits and head is not None:
         if embedding is None:
-            tensors[EMBEDDING] = head
+            tensors = {**tensors, EMBEDDING: head}
         elif not _are_equal(embedding, head, dtype):
             LOG.warning(
                 "model %r runs untied: its config has tie_word_embeddings=true, but its %s differs from its %s",
-                *(files.name, HEAD, EMBEDDING),
+                *(name, HEAD, EMBEDDING),
             )
             config = replace(config, traits=config.traits - {"tied_embedding"})
     model = Decoder(config, dtype=dtype, backend=backend, is_empty=True)
     destinations = destinations_of(model)
-    _check_weights(destinations, tensors, config, files.name)
+    _check_weights(destinations, tensors, config)
     _load_weights(model, destinations, tensors, pack, order, weight_bits)
     model.prepare(pack=pack, weight_bits=weight_bits, num_outputs=None if order is None else order.num_outputs)
     return model
-
-
-@dataclass(frozen=True, slots=True)
-class _StoredTensor:
-    """Location of a tensor of the checkpoint."""
-
-    model: str
-    file: Path
-    key: str
-    shape: tuple[int, ...]
-    dtype: str  # as safetensors names it
-
-
-def weight_files(files: ModelFiles) -> list[str]:
-    """Return the names of the weight files that are loaded: as in transformers those that the config names, one, or many.
-
-    Raises:
-        ValueError: the entry of the config, or the index, is damaged.
-    """
-    chosen = files.read_json(CONFIG).get(CHOSEN_WEIGHTS)
-    if chosen is None:
-        is_indexed = (files.fetch(*CONFIG_FILES) / WEIGHT_INDEX).is_file() and SINGLE_WEIGHT_FILE not in files.names()
-        chosen = WEIGHT_INDEX if is_indexed else SINGLE_WEIGHT_FILE
-    elif not _is_name(chosen, (".safetensors", ".safetensors.index.json")):
-        raise ValueError(
-            f"model {files.name!r} has a {CONFIG} with {CHOSEN_WEIGHTS}={shown(chosen)}, which is not allowed: it must be the "
-            "name of a .safetensors or .safetensors.index.json file beside it"
-        )
-    if chosen.endswith(".safetensors"):
-        return [chosen]
-    weight_map = files.read_json(chosen).get("weight_map")
-    place = f"model {files.name!r} has a {chosen} with weight_map"
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{place}={shown(weight_map)}, which is not allowed: it must be an object of weights and their files")
-    for key, file in weight_map.items():
-        if not _is_name(file, (".safetensors",)):
-            raise ValueError(
-                f"{place}[{key!r}]={file!r}, which is not allowed: it must be the name of a .safetensors file beside it"
-            )
-    return sorted(set(weight_map.values()))
-
-
-def _is_name(found: object, suffixes: tuple[str, ...]) -> bool:
-    """Whether an entry is the name of a file, with one of some suffixes, and no path to it."""
-    return isinstance(found, str) and Path(found).name == found and found.endswith(suffixes)
-
-
-def fetch_weights(files: ModelFiles) -> list[Path]:
-    """Return the paths of all weight files, downloading them if need be, after a look at their headers.
-
-    Raises:
-        ValueError: one is missing or damaged.
-    """
-    return sorted({tensor.file for tensor in _find_tensors(files, None).values()})
-
-
-def weights_dtype(files: ModelFiles) -> torch.dtype:
-    """Return the dtype of most numbers in all weight files, downloading them if need be; quantised ones do not count.
-
-    Raises:
-        ValueError: a file is missing or damaged.
-    """
-    sizes = dict.fromkeys(WEIGHT_DTYPES, 0)
-    for tensor in _find_tensors(files, None).values():
-        if tensor.dtype in sizes:
-            sizes[tensor.dtype] += prod(tensor.shape)
-    return WEIGHT_DTYPES[max(sizes, key=sizes.__getitem__)]
-
-
-def _find_tensors(files: ModelFiles, dtypes: Collection[str] | None = WEIGHT_DTYPES.keys()) -> dict[str, _StoredTensor]:
-    """Read the headers of all weight files, downloading them if need be; return the tensors by name.
-
-    Args:
-        files: of the model.
-        dtypes: that are allowed, as safetensors names them; ``None`` = all.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    name, names = files.name, weight_files(files)
-    folder = files.fetch(*names)
-    tensors = {}
-    for file in (folder / each for each in names):
-        if not file.is_file():
-            found = [each for each in files.names() if each.endswith((".bin", ".safetensors", ".pt", ".pth"))]
-            way = f"; transformers writes them: AutoModelForCausalLM.from_pretrained({name!r}).save_pretrained(...)"
-            advice = way if any(each.startswith("pytorch_model") for each in found) else ""
-            raise ValueError(
-                no_model(files)
-                or f"model {name!r} has no weight file {file.name}: weights must be in {SINGLE_WEIGHT_FILE} "
-                f"or in the files of {WEIGHT_INDEX}, unless {CONFIG} has {CHOSEN_WEIGHTS} (found {some(found)}){advice}"
-            )
-        try:
-            with safe_open(file, framework="pt") as reader:
-                for key in reader.keys():  # noqa: SIM118 (the reader is no mapping)
-                    stored = reader.get_slice(key)
-                    dtype = stored.get_dtype()
-                    if dtypes is not None and dtype not in dtypes:
-                        way = ", unless model_impl='transformers', of target and draft"
-                        raise ValueError(
-                            f"model {name!r} has weight {key!r} of dtype {dtype} in {file.name}, which is not supported: it must "
-                            f"be one of {', '.join(sorted(dtypes))}{way if dtype.startswith('F') else f'; {INTEGERS_NEED}'}"
-                        )
-                    tensors[key] = _StoredTensor(name, file, key, tuple(stored.get_shape()), dtype)
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"model {name!r} has a damaged weight file {file.name}: {one_line(error)}") from error
-    return tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,33 +154,23 @@ def _qkv_places(config: DecoderConfig, rope: Rope) -> Tensor | None:
     return rows
 
 
-def _check_weights(
-    destinations: dict[str, Destination], tensors: dict[str, _StoredTensor], config: DecoderConfig, name: str
-) -> None:
+def _check_weights(destinations: dict[str, Destination], tensors: dict[str, StoredTensor], config: DecoderConfig) -> None:
     """Raise a `ValueError` for missing, unexpected or wrongly shaped tensors."""
     is_tied = "tied_embedding" in config.traits
-    ignored = {key for key in tensors if key.endswith("rotary_emb.inv_freq") or (is_tied and key == HEAD)}
-    missing = sorted(destinations.keys() - tensors.keys())
-    unexpected = sorted(tensors.keys() - destinations.keys() - ignored)
-    if missing or unexpected:
-        lacks_prefix = any(f"model.{key}" in destinations for key in unexpected)
-        advice = "; model_impl='transformers' takes names without 'model.' as well" if lacks_prefix else ""
-        raise ValueError(
-            f"model {name!r} has weights that do not fit {config.architecture}: "
-            f"missing {some(missing)}; unexpected {some(unexpected)}{advice}"
-        )
-    for key, destination in destinations.items():
-        if (tensor := tensors[key]).shape != destination.shape:
-            raise ValueError(
-                f"model {name!r} has weight {tensor.key!r} of shape {list(tensor.shape)} in {tensor.file.name}: "
-                f"its config asks for {list(destination.shape)}"
-            )
+    found = {
+        key: tensor.shape
+        for key, tensor in tensors.items()
+        if not (key.endswith("rotary_emb.inv_freq") or (is_tied and key == HEAD))
+    }
+    lacks_prefix = any(f"model.{key}" in destinations for key in found.keys() - destinations.keys())
+    advice = "; model_impl='transformers' takes names without 'model.' as well" if lacks_prefix else ""
+    refuse_misfits(misfits(found, {key: each.shape for key, each in destinations.items()}), config.architecture, advice)
 
 
 def _load_weights(
     model: Decoder,
     destinations: dict[str, Destination],
-    tensors: dict[str, _StoredTensor],
+    tensors: dict[str, StoredTensor],
     pack: bool,
     order: TokenOrder | None,
     weight_bits: int | None,
@@ -332,16 +199,16 @@ def _load_weights(
         del value
 
 
-def _are_equal(a: _StoredTensor, b: _StoredTensor, dtype: torch.dtype) -> bool:
+def _are_equal(a: StoredTensor, b: StoredTensor, dtype: torch.dtype) -> bool:
     """Whether two stored tensors are the same in a dtype; they are read piece by piece, up to the first difference."""
     if a.shape != b.shape:
         return False
     step = max(1, CHUNK_BYTES // max(1, dtype.itemsize * prod(a.shape[1:])))
     pieces = (slice(first, first + step) for first in range(0, a.shape[0], step))
-    return all(torch.equal(*(_read_rows(each, rows, dtype).to(dtype) for each in (a, b))) for rows in pieces)
+    return all(torch.equal(*(each.read(dtype, rows).to(dtype) for each in (a, b))) for rows in pieces)
 
 
-def _copy_tensor(parameter: Tensor, destination: Destination, tensor: _StoredTensor, places: Tensor | None) -> None:
+def _copy_tensor(parameter: Tensor, destination: Destination, tensor: StoredTensor, places: Tensor | None) -> None:
     """Copy a stored tensor piece by piece; one without the parameter's first dimension is broadcast along it.
 
     Args:
@@ -355,32 +222,13 @@ def _copy_tensor(parameter: Tensor, destination: Destination, tensor: _StoredTen
     """
     target = parameter[destination.rows]
     if target.dim() > len(tensor.shape):
-        target.copy_(destination.folded(_read_rows(tensor, slice(None), target.dtype)))
+        target.copy_(destination.folded(tensor.read(target.dtype)))
         return
     step = max(1, CHUNK_BYTES // max(1, target[:1].nbytes))
     for first in range(0, len(target), step):
         rows = slice(first, first + step)
-        read = destination.folded(_read_rows(tensor, rows, target.dtype))
+        read = destination.folded(tensor.read(target.dtype, rows))
         if places is None:
             target[rows].copy_(read)
         else:
             target.index_copy_(0, places[rows], read.to(target))
-
-
-def _read_rows(tensor: _StoredTensor, rows: slice, dtype: torch.dtype) -> Tensor:
-    """Map some rows of a stored tensor, and check that a dtype holds their numbers.
-
-    The file is reopened each time, because pages that were read stay mapped, and count as memory of the process,
-    as long as the file is open.
-    """
-    from safetensors import safe_open
-
-    with safe_open(tensor.file, framework="pt") as reader:
-        read: Tensor = reader.get_slice(tensor.key)[rows]
-    low, high = read.aminmax()
-    if not (low >= torch.finfo(dtype).min and high <= torch.finfo(dtype).max):  # a NaN fails as well
-        raise ValueError(
-            f"model {tensor.model!r} has weight {tensor.key!r} with numbers that are not finite in "
-            f"{dtype_name(dtype)}, in {tensor.file.name}: NaN and infinities are not allowed"
-        )
-    return read

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from titan.kernels.interfaces import Backend
-from titan.models.files import some
 from titan.models.hf.composite import composite_class, is_composite
 from titan.models.hf.describe import TransformersConfig, empty_model, quiet
 from titan.models.hf.experts import set_experts
@@ -22,13 +23,27 @@ from titan.models.hf.interface import IMPLEMENTATION
 from titan.models.hf.model import TransformersModel
 from titan.models.hf.paged import PagedAttention
 from titan.models.hf.quantised import cast_unquantised, mixes_rows, num_bytes, plain_tensors, quantisation
-from titan.models.hf.stored import MISSHAPEN, MISSING, UNEXPECTED, StoredTensor, copy_mapped, find_stored, misfits, not_finite
+from titan.models.stored import (
+    MISSHAPEN,
+    MISSING,
+    STORED_DTYPES,
+    UNEXPECTED,
+    Shape,
+    StoredTensor,
+    check_dtypes,
+    copy_mapped,
+    misfits,
+    not_finite,
+    refuse_misfits,
+)
 from titan.models.token_order import TokenOrder
 
 LOG = logging.getLogger(__name__)
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Names of the number of experts in configs."""
+EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(.+)")
+"""A tensor of one expert: the list, its place in it, and its name there."""
 
 WITH_STORED_MASKS, STORED_MASK = ("gpt2", "gptj", "codegen"), re.compile(r"\battn\.(bias|masked_bias|causal_mask)$")
 """Models with whose weights old versions of transformers stored masks, and the names of these."""
@@ -39,7 +54,8 @@ MAX_GROWTH = 1.2
 
 def load_weights(
     name: str,
-    paths: list[Path],
+    folder: Path,
+    tensors: Mapping[str, StoredTensor],
     config: TransformersConfig,
     *,
     dtype: torch.dtype,
@@ -50,7 +66,8 @@ def load_weights(
 
     Args:
         name: of the model.
-        paths: of its weight files, beside which the other files are.
+        folder: of its files.
+        tensors: of its checkpoint.
         config: of the model.
         dtype: to run in.
         backend: that runs the model.
@@ -59,33 +76,29 @@ def load_weights(
     Raises:
         ValueError: weights are missing, surplus, of other shapes than the config asks for, or not finite.
     """
-    stored: dict[str, StoredTensor] = {}
     if (found := quantisation(config.source)) is not None:
-        model = _read_quantised(paths[0].parent, config, dtype, backend)
+        model = _read_quantised(folder, config, dtype, backend)
     else:
-        stored = find_stored(paths, dtype)
-        model = _read(stored, config, dtype, backend)
-    sizes = num_bytes(model), sum(path.stat().st_size for path in paths)
+        check_dtypes(tensors, STORED_DTYPES)
+        model = _read({name: replace(each, run_dtype=dtype) for name, each in tensors.items()}, config, dtype, backend)
+    sizes = num_bytes(model), sum(map(len, {each.file for each in tensors.values()}))
     if not backend.layer_ops(dtype, config.traits).packs:  # weights stay as they are, some of them in modules that hide them
-        copy_mapped(model, stored)
+        copy_mapped(model, tensors)
     attending = _bind(model, config, dtype)
     loaded = TransformersModel(model, config, attending, dtype=dtype, backend=backend, order=order)
     if isinstance(attending, GatheredAttention):
         check_gathering(loaded, model, order)
-    copy_mapped(model, stored)
+    copy_mapped(model, tensors)
     _say_what_differs(name, config, found, *sizes)
     return loaded
 
 
 def _read(stored: dict[str, StoredTensor], config: TransformersConfig, dtype: torch.dtype, backend: Backend) -> Any:
     """Return a model of transformers with its weights, on the device of a back end; in float32, some may be of 16 bits."""
-    problems: dict[str, list[str]] = {}
-    if not is_composite(config.source):  # other parts of a model may have experts of their own
-        text_config = config.source.get_text_config()
-        counts = (getattr(text_config, name, None) for name in EXPERT_COUNTS)
-        problems = misfits(stored, next((each for each in counts if isinstance(each, int)), None))
-    if set(problems) - {UNEXPECTED}:
-        _refuse(problems, config.architecture)
+    # other parts of a composite model may have experts of their own
+    problems = {} if is_composite(config.source) else _expert_misfits(stored, config.source)
+    if any(names for what, names in problems.items() if what != UNEXPECTED):
+        refuse_misfits(problems, config.architecture)
     model_class: Any = type(empty_model(config.source, trust_remote_code=config.trust_remote_code))
     try:
         with quiet():
@@ -93,7 +106,7 @@ def _read(stored: dict[str, StoredTensor], config: TransformersConfig, dtype: to
                 None, state_dict=stored, config=deepcopy(config.source), dtype=dtype, **_options(backend)
             )
     except RuntimeError:  # it does not say which weights cannot be stacked
-        _refuse(problems, config.architecture)
+        refuse_misfits(problems, config.architecture)
         raise
     _check_report(report, config)
     give_back()
@@ -160,7 +173,7 @@ def _say_what_differs(
 def _check_report(report: Mapping[str, Any], config: TransformersConfig) -> None:
     shapes = [f"{key} ({list(found)}, not {list(asked)})" for key, found, asked in report["mismatched_keys"]]
     unexpected = [key for key in report["unexpected_keys"] if not _may_be_left_over(key, config.source.get_text_config())]
-    _refuse({MISSING: report["missing_keys"], UNEXPECTED: unexpected, MISSHAPEN: shapes}, config.architecture)
+    refuse_misfits({MISSING: report["missing_keys"], UNEXPECTED: unexpected, MISSHAPEN: shapes}, config.architecture)
 
 
 def _may_be_left_over(name: str, text_config: Any) -> bool:
@@ -172,7 +185,22 @@ def _may_be_left_over(name: str, text_config: Any) -> bool:
     return num_layers <= int(layer[1]) < num_layers + num_further
 
 
-def _refuse(problems: Mapping[str, Collection[str]], name: str) -> None:
-    if any(problems.values()):
-        found = "; ".join(f"{what} {some(sorted(problems.get(what, ())))}" for what in (MISSING, UNEXPECTED, MISSHAPEN))
-        raise ValueError(f"the weights do not fit {name}: {found}")
+def _expert_misfits(stored: Mapping[str, StoredTensor], source: Any) -> dict[str, list[str]]:
+    """Return the tensors by which the experts of a layer differ from most of them, by what is wrong; given transformers' config.
+
+    transformers stacks what it finds, in the order of the numbers. Unexpected tensors may be right: experts that compute
+    nothing may have some (LongCat).
+    """
+    counts = (getattr(source.get_text_config(), name, None) for name in EXPERT_COUNTS)
+    num_experts = next((each for each in counts if isinstance(each, int)), None)
+    lists: dict[str, dict[int, dict[str, Shape]]] = {}
+    for name, tensor in stored.items():
+        if (found := EXPERT.fullmatch(name)) is not None:
+            lists.setdefault(found[1], {}).setdefault(int(found[2]), {})[found[3]] = tensor.shape
+    there, asked = dict[str, Shape](), dict[str, Shape]()
+    for path, experts in lists.items():
+        [(usual, _)] = Counter(frozenset(each.items()) for each in experts.values()).most_common(1)
+        if any(experts.get(i) != dict(usual) for i in range(len(experts))):
+            there |= {f"{path}.{i}.{name}": shape for i, each in experts.items() for name, shape in each.items()}
+            asked |= {f"{path}.{i}.{name}": shape for i in range(num_experts or max(experts) + 1) for name, shape in usual}
+    return misfits(there, asked)
