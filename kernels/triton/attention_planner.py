@@ -23,7 +23,6 @@ from torch import Tensor
 from titan.core.attention import Chunk, Window, window_length
 from titan.core.limits import MAX_NODES
 from titan.kernels.triton.attention_plan import (
-    MAX_REQUESTS,
     MERGE_FIELDS,
     TILE_FIELDS,
     AttentionGeometry,
@@ -33,7 +32,7 @@ from titan.kernels.triton.attention_plan import (
     store_tiles,
     window_sizes,
 )
-from titan.kernels.triton.tools import require, require_launchable
+from titan.kernels.triton.tools import require_launchable
 from titan.kernels.triton.tuning import TileConfig, num_multiprocessors
 
 PARTS_PER_RUNNING_PROGRAM = 8
@@ -227,16 +226,18 @@ class TreeAttentionPlan:
 
     Args:
         layout: of the batch.
-        fixed_chunk: split contexts into chunks of this many slots, whatever the batch, so that a request's output does not depend
-            on the others, bit for bit, for the same ``short_query_len``. Room for all parts is allocated in advance.
+        fixed_chunk: split contexts into chunks of this many slots, a multiple of `CHUNK_MULTIPLE`, whatever the batch, so that a
+            request's output does not depend on the others, bit for bit, for the same ``short_query_len``. Room for all parts is
+            allocated in advance.
 
     Raises:
-        ValueError: names the argument, its value and what is allowed.
+        ValueError: no device that Triton kernels run on now, or contexts that are too long.
     """
 
     def __init__(self, layout: DeviceLayout, fixed_chunk: int | None = None) -> None:
-        _check_layout(layout)
-        _check_numbers(layout, fixed_chunk)
+        require_launchable("query_start_loc", layout.query_start_loc.device)
+        if (max_slots := layout.block_table.shape[1] * layout.block_size) > MAX_SLOTS:
+            raise ValueError(f"block_table has room for {max_slots} slots per request: at most {MAX_SLOTS} are allowed")
         self.layout = layout
         self._fixed_chunk = fixed_chunk
         self._launches: dict[tuple[AttentionGeometry, Window], list[TileLaunch]] = {}
@@ -272,36 +273,6 @@ class TreeAttentionPlan:
         for launch in launches:
             _fill(launch, layout, geometry, window, fixed_chunk)
         return launches
-
-
-def _check_layout(layout: DeviceLayout) -> None:
-    """Check the tensors."""
-    device, int32 = layout.query_start_loc.device, (torch.int32,)
-    require_launchable("query_start_loc", device)
-    require("seq_lens", layout.seq_lens, shape=(None,), dtypes=int32, device=device)
-    require("positions", layout.positions, shape=(None,), dtypes=(torch.int32, torch.int64), device=device)
-    num_tokens, num_requests = len(layout.positions), len(layout.seq_lens)
-    require("query_start_loc", layout.query_start_loc, shape=(num_requests + 1,), dtypes=int32, device=device)
-    require("block_table", layout.block_table, shape=(num_requests, None), dtypes=int32, device=device, contiguous=False)
-    require("visible_lens", layout.visible_lens, shape=(num_tokens,), dtypes=int32, device=device)
-    require("tree_starts", layout.tree_starts, shape=(num_requests,), dtypes=int32, device=device)
-    require("ancestor_bits", layout.ancestor_bits, shape=(num_tokens,), dtypes=(torch.int64,), device=device)
-
-
-def _check_numbers(layout: DeviceLayout, fixed_chunk: int | None) -> None:
-    num_requests, num_tokens = len(layout.seq_lens), len(layout.positions)
-    max_slots = layout.block_table.shape[1] * layout.block_size
-    if not 1 <= num_requests <= MAX_REQUESTS:
-        raise ValueError(f"seq_lens has {num_requests} requests: there must be 1 to {MAX_REQUESTS}")
-    if not num_tokens:
-        raise ValueError("positions is empty: there must be at least one token")
-    if not 1 <= max_slots <= MAX_SLOTS:
-        raise ValueError(f"block_table has room for {max_slots} slots per request: it must be 1 to {MAX_SLOTS}")
-    for name in ("short_query_len", "max_query_len"):
-        if (length := getattr(layout, name)) < 1:
-            raise ValueError(f"{name} is {length}: it must be at least 1")
-    if fixed_chunk is not None and (fixed_chunk < 1 or fixed_chunk % CHUNK_MULTIPLE):
-        raise ValueError(f"fixed_chunk is {fixed_chunk}: it must be a positive multiple of {CHUNK_MULTIPLE}, or None")
 
 
 def _within_window(layout: DeviceLayout, window: Window) -> Tensor:

@@ -456,14 +456,10 @@ def row_distributions(logits: Tensor, *, temperature: Tensor, top_k: Tensor, top
         min_p: float32 [R]; tokens less likely than this share of the most likely one are dropped.
 
     Raises:
-        ValueError: a tensor of the wrong shape, dtype, strides or device, or an empty vocabulary.
+        ValueError: as `checked_logits`.
     """
     logits = checked_logits(logits)
     device, (num_rows, vocab_size) = logits.device, logits.shape
-    for name, values in {"temperature": temperature, "top_p": top_p, "min_p": min_p}.items():
-        require(name, values, shape=(num_rows,), dtypes=(torch.float32,), device=device)
-    require("top_k", top_k, shape=(num_rows,), dtypes=(torch.int32,), device=device)
-
     num_chunks = triton.cdiv(vocab_size, CHUNK)
     num_groups = num_chunks * (CHUNK // GROUP)
     chunk_peaks = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=device)
@@ -475,8 +471,6 @@ def row_distributions(logits: Tensor, *, temperature: Tensor, top_k: Tensor, top
     # allocated one by one, so that each is aligned whatever the number of rows: otherwise kernels are recompiled
     peaks, scales, thresholds = (torch.empty(num_rows, dtype=torch.float32, device=device) for _ in range(3))
     last_ties = torch.empty(num_rows, dtype=torch.int32, device=device)
-    if num_rows == 0:
-        return RowDistributions(logits, peaks, scales, thresholds, last_ties, chunk_masses)
     chunks = (chunk_peaks, chunk_places, chunk_masses, group_peaks)
     sizes = {"VOCAB_SIZE": vocab_size, "NUM_CHUNKS": num_chunks, "CHUNK": CHUNK, "GROUP": GROUP}
     _sum_up_chunks_kernel[(num_rows, num_chunks)](logits, logits.stride(0), temperature, *chunks, **sizes, num_warps=8)
@@ -540,7 +534,6 @@ def normalized_probs(distributions: RowDistributions) -> Tensor:
     """Write out the probabilities: float32 [R, vocab], 0 for cut tokens, NaN in rows that cannot be sampled from."""
     num_rows, vocab_size = distributions.logits.shape
     probs = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=distributions.logits.device)
-    if num_rows:
-        grid = (num_rows, distributions.chunk_masses.shape[1])
-        _probs_kernel[grid](probs, *distributions.kernel_arguments, **distributions.sizes, num_warps=8)
+    grid = (num_rows, distributions.chunk_masses.shape[1])
+    _probs_kernel[grid](probs, *distributions.kernel_arguments, **distributions.sizes, num_warps=8)
     return probs

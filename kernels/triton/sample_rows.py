@@ -20,7 +20,6 @@ from titan.kernels.triton.row_distribution import (
     load_logits,
     weigh_kept,
 )
-from titan.kernels.triton.tools import require
 
 
 @triton.jit
@@ -87,15 +86,8 @@ def sample_rows(distributions: RowDistributions, seeds: Tensor, positions: Tenso
 
     Returns:
         int64 [R]; -1 if the row's largest logit is not finite.
-
-    Raises:
-        ValueError: a tensor of the wrong shape, dtype, strides or device.
     """
-    num_rows, device = len(distributions.logits), distributions.logits.device
-    for name, values in {"seeds": seeds, "positions": positions}.items():
-        require(name, values, shape=(num_rows,), dtypes=(torch.int64,), device=device)
-    tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
-    if num_rows:
-        arguments = (tokens, seeds, positions, *distributions.kernel_arguments)
-        _sample_kernel[(num_rows,)](*arguments, **distributions.sizes, PURPOSE=purpose.value, num_warps=8)
+    tokens = torch.empty_like(seeds)
+    arguments = (tokens, seeds, positions, *distributions.kernel_arguments)
+    _sample_kernel[(len(tokens),)](*arguments, **distributions.sizes, PURPOSE=purpose.value, num_warps=8)
     return tokens

@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from titan.kernels.triton.row_distribution import CHUNK, checked_logits, is_finite, key_of, load_logits, logit_of
-from titan.kernels.triton.tools import require
 
 TAKEN = tl.constexpr(-(2**31))
 """The key of what was taken, or is not there; that of -inf is larger."""
@@ -106,9 +105,6 @@ def row_argmax(logits: Tensor) -> Tensor:
 
     Returns:
         int64 [R].
-
-    Raises:
-        ValueError: logits of another shape, dtype or device, or an empty vocabulary.
     """
     return _tops(logits, 1, None)[0][:, 0]
 
@@ -124,9 +120,6 @@ def top_candidates(logits: Tensor, count: int, temperatures: Tensor) -> tuple[Te
     Returns:
         int64 and float32, [R, count] each, of ties the first ones; log-probabilities are not finite where the largest logit is
         not.
-
-    Raises:
-        ValueError: a tensor of another shape, dtype or device, or an empty vocabulary.
     """
     tokens, logprobs = _tops(logits, count, temperatures)
     assert logprobs is not None
@@ -138,15 +131,11 @@ def _tops(logits: Tensor, count: int, temperatures: Tensor | None) -> tuple[Tens
     logits = checked_logits(logits)
     device, (num_rows, vocab_size) = logits.device, logits.shape
     num_chunks, has_logprobs = triton.cdiv(vocab_size, CHUNK), temperatures is not None
-    if temperatures is not None:
-        require("temperatures", temperatures, shape=(num_rows,), dtypes=(torch.float32,), device=device)
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
     tokens, logprobs = empty(num_rows, count, dtype=torch.int64), empty(num_rows, count) if has_logprobs else None
-    if num_rows == 0:
-        return tokens, logprobs
     keys, ids = (empty(num_rows, num_chunks, count, dtype=torch.int32) for _ in range(2))
     totals = empty(num_rows, num_chunks) if has_logprobs else None
     sizes = {"VOCAB_SIZE": vocab_size, "NUM_CHUNKS": num_chunks, "COUNT": count}

@@ -25,7 +25,6 @@ from torch import Tensor
 from titan.kernels.triton.philox import ACCEPT, RESIDUAL, SAMPLE, philox_uniform
 from titan.kernels.triton.row_distribution import RowDistributions, is_finite, load_distribution, load_logits, weigh_kept
 from titan.kernels.triton.sample_rows import invert_cdf
-from titan.kernels.triton.tools import require
 from titan.kernels.triton.tree_walk import NODES, VerifiedTrees, load_tree, store_path
 
 
@@ -208,35 +207,18 @@ def reject_trees(
     Args:
         trees: paths and final tokens of the sampled ones are written; a final token is -1 if the largest logit at the last
             accepted node is not finite.
-        sampled: int64, indices of the sampled trees; distinct and below S, which is not checked: they are on the device.
+        sampled: int64, indices of the sampled trees, one or more, distinct.
         distributions: the target's, of the L rows.
         draft_probs: float32 [I, vocab], q; rows may be strided.
         draft_rows: int32 [L], rows of q that the children of each row's node were sampled from, not read if it has none.
         seeds: int64 [L], the bits of the uint64 seeds.
         positions: int64 [L], of the token that follows the row, below 2**32.
-
-    Raises:
-        ValueError: a tensor of the wrong shape, dtype, strides or device.
     """
-    device, (num_rows, vocab_size) = trees.token_ids.device, distributions.logits.shape
-    if num_rows != trees.num_rows or distributions.logits.device != device:
-        raise ValueError(
-            f"distributions has {num_rows} rows on {distributions.logits.device}: it must have {trees.num_rows} on {device}, "
-            "one per root and node"
-        )
-    require("sampled", sampled, shape=(None,), dtypes=(torch.int64,), device=device)
-    require("draft_probs", draft_probs, shape=(None, vocab_size), dtypes=(torch.float32,), device=device, contiguous=False)
-    require("draft_rows", draft_rows, shape=(num_rows,), dtypes=(torch.int32,), device=device)
-    for name, values in {"seeds": seeds, "positions": positions}.items():
-        require(name, values, shape=(num_rows,), dtypes=(torch.int64,), device=device)
-    if len(sampled) == 0:
-        return
-    num_chunks = distributions.sizes["NUM_CHUNKS"]
-    residual_masses = torch.empty(num_rows, num_chunks, dtype=torch.float64, device=device)
+    residual_masses = torch.empty_like(distributions.chunk_masses)
     drafts = (sampled, draft_probs, draft_probs.stride(0), draft_rows)
     sizes = {**distributions.sizes, "NODES": NODES, "num_warps": 8}
     max_nodes = trees.paths.shape[1]
-    _first_residuals_kernel[(len(sampled), 1 + max_nodes, num_chunks)](
+    _first_residuals_kernel[(len(sampled), 1 + max_nodes, residual_masses.shape[1])](
         residual_masses, trees.token_ids, trees.parents, trees.start_loc, *drafts, *distributions.kernel_arguments, **sizes
     )
     _reject_kernel[(len(sampled),)](

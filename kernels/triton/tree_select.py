@@ -6,13 +6,11 @@ candidate: the rule of `titan.kernels.torch.trees`.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan.core.trees import NODE_DTYPES, NodeColumns
-from titan.kernels.triton.tools import require, require_launchable
+from titan.core.trees import NodeColumns
 from titan.kernels.triton.tree_walk import NODES
 
 CANDIDATES = (64, 512, 4096)
@@ -116,39 +114,24 @@ def select_trees(
         slots: int64 [n, c], distinct for candidates that may be parents, -1 for the others.
         first_nodes: int32 [n], where the nodes of each tree begin.
         num_nodes: int32 [n], places of each tree, 0 to 63.
-        nodes: of all trees, overwritten at these places; places left without a candidate become empty. That the places are within
-            bounds, and that no two trees share one, is not checked: they are on the device.
+        nodes: of all trees, overwritten at these places; places left without a candidate become empty.
 
     Raises:
-        ValueError: a tensor of the wrong shape, dtype, strides or device, or too many candidates.
+        ValueError: too many candidates.
     """
-    device = token_ids.device
-    require_launchable("token_ids", device)
-    require("token_ids", token_ids, shape=(None, None), dtypes=(torch.int64,), device=device)
     num_requests, num_candidates = token_ids.shape
-    if not 0 < num_candidates <= MAX_CANDIDATES:
-        raise ValueError(f"token_ids has shape {list(token_ids.shape)}: there must be 1 to {MAX_CANDIDATES} candidates")
-    for name, values, dtype in (
-        ("scores", scores, torch.float32),
-        ("parent_slots", parent_slots, torch.int64),
-        ("slots", slots, torch.int64),
-    ):
-        require(name, values, shape=(num_requests, num_candidates), dtypes=(dtype,), device=device)
-    for name, values in {"first_nodes": first_nodes, "num_nodes": num_nodes}.items():
-        require(name, values, shape=(num_requests,), dtypes=(torch.int32,), device=device)
-    for name, column, dtype in zip(nodes._fields, nodes, NODE_DTYPES, strict=True):
-        require(f"nodes.{name}", column, shape=(len(nodes.token_ids),), dtypes=(dtype,), device=device, is_written=True)
-    if num_requests:
-        _select_kernel[(num_requests,)](
-            *nodes,
-            token_ids,
-            scores,
-            parent_slots,
-            slots,
-            num_candidates,
-            first_nodes,
-            num_nodes,
-            CANDIDATES=next(padded for padded in CANDIDATES if padded >= num_candidates),
-            NODES=NODES,
-            num_warps=4,
-        )
+    if num_candidates > MAX_CANDIDATES:
+        raise ValueError(f"a tree is to be selected from {num_candidates} candidates: at most {MAX_CANDIDATES} are allowed")
+    _select_kernel[(num_requests,)](
+        *nodes,
+        token_ids,
+        scores,
+        parent_slots,
+        slots,
+        num_candidates,
+        first_nodes,
+        num_nodes,
+        CANDIDATES=next(padded for padded in CANDIDATES if padded >= num_candidates),
+        NODES=NODES,
+        num_warps=4,
+    )

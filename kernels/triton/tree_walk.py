@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from titan.core.limits import MAX_NODES
-from titan.kernels.triton.tools import require, require_launchable
 
 NODES = MAX_NODES + 1
 """Padded number of nodes: one program holds a tree in its registers."""
@@ -31,28 +30,10 @@ class VerifiedTrees(NamedTuple):
 
     @classmethod
     def of(cls, token_ids: Tensor, parents: Tensor, start_loc: Tensor, *, max_nodes: int) -> VerifiedTrees:
-        """Check trees, and allocate the results; no tree has more than ``max_nodes`` nodes.
-
-        Raises:
-            ValueError: a tensor of the wrong shape, dtype, strides or device, or a max_nodes out of range.
-        """
-        device = token_ids.device
-        require_launchable("token_ids", device)
-        require("token_ids", token_ids, shape=(None,), dtypes=(torch.int64,), device=device)
-        require("parents", parents, shape=(len(token_ids),), dtypes=(torch.int32,), device=device)
-        require("start_loc", start_loc, shape=(None,), dtypes=(torch.int32,), device=device)
+        """Allocate the results of trees, none of which has more than ``max_nodes`` nodes."""
         num_trees = len(start_loc) - 1
-        if num_trees < 0:
-            raise ValueError("start_loc is empty: it must have one entry per tree and one more")
-        if not 1 <= max_nodes < NODES:
-            raise ValueError(f"max_nodes={max_nodes} is not allowed: it must be 1 to {NODES - 1}")
-        paths = torch.empty(num_trees, max_nodes, dtype=torch.int32, device=device)
-        return cls(token_ids, parents, start_loc, paths, torch.empty(num_trees, dtype=torch.int64, device=device))
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the target, L."""
-        return len(self.token_ids) + len(self.final_tokens)
+        paths = token_ids.new_empty(num_trees, max_nodes, dtype=torch.int32)
+        return cls(token_ids, parents, start_loc, paths, token_ids.new_empty(num_trees))
 
 
 @triton.jit
@@ -110,10 +91,5 @@ def walk_matches(trees: VerifiedTrees, wanted: Tensor) -> None:
     Args:
         trees: their paths and final tokens are written.
         wanted: int64 [L], the target's tokens. Those below 0 match nothing.
-
-    Raises:
-        ValueError: ``wanted`` has the wrong shape, dtype, strides or device.
     """
-    require("wanted", wanted, shape=(trees.num_rows,), dtypes=(torch.int64,), device=trees.token_ids.device)
-    if len(trees.final_tokens):
-        _walk_kernel[(len(trees.final_tokens),)](*trees, trees.paths.shape[1], wanted, NODES=NODES, num_warps=1)
+    _walk_kernel[(len(trees.final_tokens),)](*trees, trees.paths.shape[1], wanted, NODES=NODES, num_warps=1)

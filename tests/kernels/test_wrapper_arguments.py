@@ -1,4 +1,4 @@
-"""Every tensor that goes into a wrapper of a Triton kernel: what is wrong with it is refused by its name, before a launch."""
+"""What a model hands to the wrappers of Triton kernels: what is wrong with it is refused by its name, before a launch."""
 
 from __future__ import annotations
 
@@ -12,22 +12,16 @@ from interpreted import DEVICE
 from torch import Tensor
 
 from titan.core.attention import AttentionSpec, Chunk
-from titan.core.trees import NODE_DTYPES, NodeColumns
 from titan.kernels.interfaces import TokenPlaces
 from titan.kernels.triton import tools as triton_tools
-from titan.kernels.triton.attention_plan import MAX_REQUESTS, AttentionGeometry, DeviceLayout
+from titan.kernels.triton.attention_plan import AttentionGeometry, DeviceLayout
 from titan.kernels.triton.attention_planner import TreeAttentionPlan
 from titan.kernels.triton.gate import silu_mul
 from titan.kernels.triton.kv_writes import write_kv
 from titan.kernels.triton.norm import rms_norm
 from titan.kernels.triton.rope_kv import rope_and_write_kv
-from titan.kernels.triton.row_distribution import RowDistributions, row_distributions
-from titan.kernels.triton.sample_rows import sample_rows
-from titan.kernels.triton.top_tokens import row_argmax, top_candidates
+from titan.kernels.triton.top_tokens import row_argmax
 from titan.kernels.triton.tree_attention import tree_attention
-from titan.kernels.triton.tree_rejection import reject_trees
-from titan.kernels.triton.tree_select import select_trees
-from titan.kernels.triton.tree_walk import VerifiedTrees, walk_matches
 
 NUM_ROWS, VOCAB_SIZE, HEAD_DIM = 3, 20, 16
 
@@ -44,44 +38,23 @@ def longs(values: list[Any]) -> Tensor:
     return ints(values, torch.int64)
 
 
-def plan_attention(fixed_chunk: int | None = None, **layout: Any) -> TreeAttentionPlan:
-    return TreeAttentionPlan(DeviceLayout(**layout), fixed_chunk)
-
-
 def geometry() -> dict[str, Any]:
     return {"num_heads": 4, "num_kv_heads": 2, "head_dim": HEAD_DIM, "block_size": 16, "dtype": torch.float32}
 
 
-def batch() -> dict[str, Any]:
-    return {
-        "block_size": 16,
-        "query_start_loc": ints([0, 2, 3]),
-        "seq_lens": ints([5, 9]),
-        "block_table": ints([[0, 0], [0, 0]]),
-        "positions": longs([3, 4, 8]),
-        "visible_lens": ints([4, 5, 9]),
-        "tree_starts": ints([0, 0]),
-        "ancestor_bits": longs([0, 0, 0]),
-        "short_query_len": 2,
-        "max_query_len": 2,
-    }
-
-
-def options() -> dict[str, Any]:
-    ones, zeros = torch.ones(NUM_ROWS, device=DEVICE), torch.zeros(NUM_ROWS, device=DEVICE)
-    return {"temperature": ones, "top_k": zeros.int(), "top_p": ones, "min_p": zeros}
-
-
-def distributions() -> RowDistributions:
-    return row_distributions(floats(NUM_ROWS, VOCAB_SIZE), **options())
-
-
-def trees() -> dict[str, Any]:
-    return {"token_ids": longs([3, 4]), "parents": ints([-1, 0]), "start_loc": ints([0, 2]), "max_nodes": 2}
-
-
-def two_trees() -> VerifiedTrees:
-    return VerifiedTrees.of(longs([3]), ints([-1]), ints([0, 1, 1]), max_nodes=2)
+def batch() -> DeviceLayout:
+    return DeviceLayout(
+        block_size=16,
+        query_start_loc=ints([0, 2, 3]),
+        seq_lens=ints([5, 9]),
+        block_table=ints([[0, 0], [0, 0]]),
+        positions=longs([3, 4, 8]),
+        visible_lens=ints([4, 5, 9]),
+        tree_starts=ints([0, 0]),
+        ancestor_bits=longs([0, 0, 0]),
+        short_query_len=2,
+        max_query_len=2,
+    )
 
 
 def rotate(
@@ -95,16 +68,12 @@ def attend(q: Tensor, kv_layer: Tensor, plan: TreeAttentionPlan, sinks: Tensor |
 
 
 KV_LAYER = floats(2, 2, 3, 16, HEAD_DIM)
-NUMBERS: dict[str, Any] = {"seeds": longs([1, 2, 3]), "positions": longs([4, 5, 6])}
-DRAFTS: dict[str, Any] = {"draft_probs": floats(2, VOCAB_SIZE), "draft_rows": ints([0, 1, 0])}
-
 WRAPPERS: dict[Callable[..., object], Callable[[], dict[str, Any]]] = {
     AttentionGeometry: geometry,
-    plan_attention: batch,
     attend: lambda: {
         "q": floats(3, 4, HEAD_DIM),
         "kv_layer": KV_LAYER,
-        "plan": plan_attention(**batch()),
+        "plan": TreeAttentionPlan(batch()),
         "sinks": floats(4),
     },
     write_kv: lambda: {
@@ -124,21 +93,6 @@ WRAPPERS: dict[Callable[..., object], Callable[[], dict[str, Any]]] = {
         "qk_norm": floats(6, HEAD_DIM),
     },
     row_argmax: lambda: {"logits": floats(NUM_ROWS, VOCAB_SIZE)},
-    top_candidates: lambda: {"logits": floats(NUM_ROWS, VOCAB_SIZE), "count": 2, "temperatures": floats(NUM_ROWS)},
-    row_distributions: lambda: {"logits": floats(NUM_ROWS, VOCAB_SIZE)} | options(),
-    sample_rows: lambda: {"distributions": distributions()} | NUMBERS,
-    select_trees: lambda: {
-        "token_ids": longs([[1, 2, 3]] * 2),
-        "scores": floats(2, 3),
-        "parent_slots": longs([[-1, 0, 1]] * 2),
-        "slots": longs([[0, 1, 2]] * 2),
-        "first_nodes": ints([0, 3]),
-        "num_nodes": ints([3, 1]),
-        "nodes": NodeColumns(*(torch.zeros(4, dtype=dtype, device=DEVICE) for dtype in NODE_DTYPES)),
-    },
-    VerifiedTrees.of: trees,
-    walk_matches: lambda: {"trees": VerifiedTrees.of(**trees()), "wanted": longs([1, 2, 3])},
-    reject_trees: lambda: {"trees": two_trees(), "sampled": longs([0, 1]), "distributions": distributions()} | DRAFTS | NUMBERS,
 }
 
 APART = "numbers that do not lie side by side"
@@ -176,8 +130,6 @@ def test_what_is_written_has_a_place_for_each_number(wrapper: Callable[..., obje
         wrapper(**arguments)
 
 
-ZEROS = ints([0] * (MAX_REQUESTS + 2))
-MANY = {"query_start_loc": ZEROS, "block_table": ZEROS[1:, None], "seq_lens": ZEROS[1:], "tree_starts": ZEROS[1:]}
 MESSAGES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (AttentionGeometry, {"num_heads": 5}, "num_heads is 5: it must be a multiple of num_kv_heads, 2"),
     (AttentionGeometry, {"head_dim": 513}, "head_dim is 513: it must be from 8 to 512"),
@@ -186,11 +138,6 @@ MESSAGES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (AttentionGeometry, {"head_dim": 576, "value_dim": 511, "is_latent": True}, "value_dim is 511: it must be from 512 to 512"),
     (AttentionGeometry, {"block_size": 8}, "block_size is 8: it must be one of (16, 32)"),
     (AttentionGeometry, {"dtype": torch.float64}, "dtype is torch.float64: it must be one of torch.bfloat16, torch.float16, torch"),
-    (plan_attention, {"short_query_len": 0}, "short_query_len is 0: it must be at least 1"),
-    (plan_attention, {"fixed_chunk": 40}, "fixed_chunk is 40: it must be a positive multiple of 16, or None"),
-    (plan_attention, {"query_start_loc": ints([0, 2, 3, 3])}, "query_start_loc has shape [4]: it must be [3]"),
-    (plan_attention, {"block_table": ints([[], []])}, "block_table has room for 0 slots per request: it must be 1 to 6291456"),
-    (plan_attention, MANY, "seq_lens has 1025 requests: there must be 1 to 1024"),
     (attend, {"q": floats(2, 4, HEAD_DIM)}, "q has shape [2, 4, 16]: it must be [3, any, any]"),
     (attend, {"q": floats(3, 4, HEAD_DIM).half()}, "kv_layer has dtype torch.float32: it must be torch.float16 or torch.int8"),
     (attend, {"q": floats(3, 5, HEAD_DIM), "sinks": None}, "num_heads is 5: it must be a multiple of num_kv_heads, 2"),
@@ -216,22 +163,7 @@ MESSAGES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (rotate, {"kv_layer": floats(2, 1, 3, 16, 0)}, "kv_layer has shape [2, 1, 3, 16, 0]: head_dim must be even, and no"),
     (rotate, {"kv_layer": floats(2, 0, 3, 16, 8)}, "kv_layer has shape [2, 0, 3, 16, 8]: head_dim must be even, and no"),
     (rotate, {"qk_norm": floats(2, 16)}, "qk_norm has shape [2, 16]: it must be [6, 16]"),
-    (row_distributions, {"logits": floats(3, 0)}, "logits has shape [3, 0]: there must be at least one token"),
-    (row_distributions, {"temperature": floats(2)}, "temperature has shape [2]: it must be [3]"),
-    (sample_rows, {"seeds": longs([1, 2])}, "seeds has shape [2]: it must be [3]"),
-    (select_trees, {"token_ids": longs([[], []])}, "token_ids has shape [2, 0]: there must be 1 to 4096 candidates"),
-    (select_trees, {"scores": floats(2, 4)}, "scores has shape [2, 4]: it must be [2, 3]"),
-    (select_trees, {"first_nodes": ints([0, 1, 2])}, "first_nodes has shape [3]: it must be [2]"),
-    (VerifiedTrees.of, {"parents": ints([-1, 0, 1])}, "parents has shape [3]: it must be [2]"),
-    (VerifiedTrees.of, {"start_loc": ints([])}, "start_loc is empty: it must have "),
     (row_argmax, {"logits": floats(3, 0)}, "logits has shape [3, 0]: there must be at least one token"),
-    (walk_matches, {"wanted": longs([1, 2])}, "wanted has shape [2]: it must be [3]"),
-    (VerifiedTrees.of, {"max_nodes": 0}, "max_nodes=0 is not allowed: it must be 1 to 63"),
-    (VerifiedTrees.of, {"max_nodes": 64}, "max_nodes=64 is not allowed: it must be 1 to 63"),
-    (reject_trees, {"draft_probs": floats(2, 8)}, "draft_probs has shape [2, 8]: it must be [any, 20]"),
-    (reject_trees, {"seeds": longs([1])}, "seeds has shape [1]: it must be [3]"),
-    (reject_trees, {"trees": VerifiedTrees.of(**trees() | {"start_loc": ints([0, 2, 2])})}, "distributions has 3 rows on "),
-    (select_trees, {"token_ids": longs([[0] * 4097] * 2)}, "token_ids has shape [2, 4097]: there must be 1 to 4096 candidates"),
     (rms_norm, {"x": floats(3, 8).to("meta")}, "x is on meta: Triton kernels of this process run on "),
 ]
 
@@ -240,16 +172,6 @@ MESSAGES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
 def test_sizes_and_numbers_are_refused_by_name(wrapper: Callable[..., object], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         wrapper(**(WRAPPERS[wrapper]() | changes))
-
-
-@pytest.mark.parametrize("i", range(len(NODE_DTYPES)))
-def test_columns_of_nodes_are_refused_by_name(i: int) -> None:
-    for change, problem in ((torch.Tensor.double, "dtype"), (lambda x: x[None], "shape"), (lambda x: x[:1].expand(4), "strides")):
-        arguments = WRAPPERS[select_trees]()
-        name, column = NodeColumns._fields[i], arguments["nodes"][i]
-        arguments["nodes"] = arguments["nodes"]._replace(**{name: change(column)})
-        with pytest.raises(ValueError, match=rf"^nodes\.{name} has {problem}"):
-            select_trees(**arguments)
 
 
 def test_a_cuda_device_that_is_not_the_current_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
