@@ -253,26 +253,78 @@ class TreeAttentionPlan:
         return self._launches[geometry, window]
 
     def _plan(self, geometry: AttentionGeometry, window: Window) -> list[TileLaunch]:
-        layout, fixed_chunk = self.layout, self._fixed_chunk
+        layout = self.layout
         num_tokens, num_requests = len(layout.positions), len(layout.seq_lens)
         if num_tokens * geometry.num_heads >= 2**31:
             raise ValueError(f"positions has {num_tokens} tokens: with {geometry.num_heads} heads there must be 1 to 2**31 rows")
         if window is not None and not 1 <= window_length(window) <= MAX_WINDOW:
             raise ValueError(f"window is {window}: it must be None or from 1 to {MAX_WINDOW}")
-        device, short_query_len = layout.seq_lens.device, layout.short_query_len
-        max_slots = layout.block_table.shape[1] * layout.block_size
-        max_query_len = min(layout.max_query_len, num_tokens)
-        config = geometry.tiles(short_query_len, device)
-        max_tiles = _max_tiles(geometry.group, config, num_requests, num_tokens, min(short_query_len, num_tokens))
-        bits = _within_window(layout, window)
-        launches = [_allocate(geometry, config, max_tiles, max_slots, fixed_chunk, bits, device)]
+        short_query_len, max_query_len = layout.short_query_len, min(layout.max_query_len, num_tokens)
+        config, bits = geometry.tiles(short_query_len, layout.positions.device), _within_window(layout, window)
+        launches = [self._launch(geometry, window, config, num_requests, min(short_query_len, num_tokens), bits)]
         if max_query_len > short_query_len:
-            config, num_long = geometry.tiles(None, device), min(num_requests, num_tokens // (short_query_len + 1))
-            max_tiles = _max_tiles(geometry.group, config, num_long, num_tokens, max_query_len)
-            launches.append(_allocate(geometry, config, max_tiles, max_slots, fixed_chunk, None, device))
-        for launch in launches:
-            _fill(launch, layout, geometry, window, fixed_chunk)
+            config, num_long = geometry.tiles(None, layout.positions.device), min(num_requests, num_tokens // (short_query_len + 1))
+            launches.append(self._launch(geometry, window, config, num_long, max_query_len, None))
         return launches
+
+    def _launch(
+        self,
+        geometry: AttentionGeometry,
+        window: Window,
+        config: TileConfig,
+        max_requests: int,
+        max_query_len: int,
+        ancestor_bits: Tensor | None,
+    ) -> TileLaunch:
+        """Allocate a launch with room for the most tiles and parts of so many requests, and write its records."""
+        layout, fixed_chunk, device = self.layout, self._fixed_chunk, self.layout.positions.device
+        num_requests, num_kv_heads, block_m = len(layout.seq_lens), geometry.num_kv_heads, config.block_m
+        # with rows that requests leave empty in their last tiles
+        num_rows = len(layout.positions) * geometry.group + max_requests * (block_m - 1)
+        max_tiles = min(max_requests * -(-max_query_len * geometry.group // block_m), num_rows // block_m)
+        num_running = config.programs_per_multiprocessor * num_multiprocessors(device)
+        max_splits = triton.cdiv(layout.block_table.shape[1] * layout.block_size, fixed_chunk or MIN_CHUNK)
+        max_parts = max_tiles * max_splits if max_splits > 1 else 0
+        if fixed_chunk is None:
+            max_parts = min(max_parts, triton.cdiv(PARTS_PER_RUNNING_PROGRAM * num_running, num_kv_heads))
+        launch = TileLaunch(
+            config=config,
+            num_running=num_running,
+            tiles=torch.empty(max_tiles + max_parts, TILE_FIELDS.value, dtype=torch.int32, device=device),
+            merges=torch.empty(max_parts // 2, MERGE_FIELDS.value, dtype=torch.int32, device=device),
+            counts=torch.empty(2, dtype=torch.int32, device=device),
+            part_outputs=torch.empty(max_parts, num_kv_heads, block_m, geometry.num_values, dtype=torch.float32, device=device),
+            part_log_sums=torch.empty(max_parts, num_kv_heads, block_m, dtype=torch.float32, device=device),
+            ancestor_bits=ancestor_bits,
+        )
+        block_r = max(16, triton.next_power_of_2(num_requests))
+        num_warps = min(16, max(4, block_r // 16))
+        _plan_kernel[(1,)](
+            launch.tiles,
+            launch.merges,
+            launch.counts,
+            layout.query_start_loc,
+            layout.seq_lens,
+            layout.visible_lens,
+            num_requests,
+            layout.short_query_len,
+            window_length(window),
+            fixed_chunk or 0,
+            num_running,
+            int(SATURATING_PROGRAMS * num_multiprocessors(device)),
+            max_parts,
+            NUM_KV_HEADS=num_kv_heads,
+            GROUP=geometry.group,
+            BLOCK_M=block_m,
+            TREE=ancestor_bits is not None,
+            WINDOWED=window is not None,
+            CHUNKED=isinstance(window, Chunk),
+            FIXED=fixed_chunk is not None,
+            BLOCK_R=block_r,
+            ITEMS=128 * num_warps // block_r,
+            num_warps=num_warps,
+        )
+        return launch
 
 
 def _within_window(layout: DeviceLayout, window: Window) -> Tensor:
@@ -286,70 +338,3 @@ def _within_window(layout: DeviceLayout, window: Window) -> Tensor:
         kept, bits, layout.positions, num_tokens, window_length(window), CHUNKED=isinstance(window, Chunk), BLOCK=block
     )
     return kept
-
-
-def _max_tiles(group: int, config: TileConfig, max_requests: int, num_tokens: int, max_query_len: int) -> int:
-    """Return the most tiles that ``max_requests`` requests can have when no query is longer than ``max_query_len``."""
-    tiles_per_request = -(-max_query_len * group // config.block_m)
-    num_rows = num_tokens * group + max_requests * (config.block_m - 1)  # with rows that requests leave empty in their last tiles
-    return min(max_requests * tiles_per_request, num_rows // config.block_m)
-
-
-def _allocate(
-    geometry: AttentionGeometry,
-    config: TileConfig,
-    max_tiles: int,
-    max_slots: int,
-    fixed_chunk: int | None,
-    ancestor_bits: Tensor | None,
-    device: torch.device,
-) -> TileLaunch:
-    """Allocate a launch with room for the most tiles and parts."""
-    num_running = config.programs_per_multiprocessor * num_multiprocessors(device)
-    max_splits = triton.cdiv(max_slots, fixed_chunk or MIN_CHUNK)
-    max_parts = max_tiles * max_splits if max_splits > 1 else 0
-    if fixed_chunk is None:
-        max_parts = min(max_parts, triton.cdiv(PARTS_PER_RUNNING_PROGRAM * num_running, geometry.num_kv_heads))
-    shape = (max_parts, geometry.num_kv_heads, config.block_m)
-    return TileLaunch(
-        config=config,
-        num_running=num_running,
-        tiles=torch.empty(max_tiles + max_parts, TILE_FIELDS.value, dtype=torch.int32, device=device),
-        merges=torch.empty(max_parts // 2, MERGE_FIELDS.value, dtype=torch.int32, device=device),
-        counts=torch.empty(2, dtype=torch.int32, device=device),
-        part_outputs=torch.empty(*shape, geometry.num_values, dtype=torch.float32, device=device),
-        part_log_sums=torch.empty(shape, dtype=torch.float32, device=device),
-        ancestor_bits=ancestor_bits,
-    )
-
-
-def _fill(launch: TileLaunch, layout: DeviceLayout, geometry: AttentionGeometry, window: Window, fixed_chunk: int | None) -> None:
-    """Write the records of a launch."""
-    num_requests = len(layout.seq_lens)
-    block_r = max(16, triton.next_power_of_2(num_requests))
-    num_warps = min(16, max(4, block_r // 16))
-    _plan_kernel[(1,)](
-        launch.tiles,
-        launch.merges,
-        launch.counts,
-        layout.query_start_loc,
-        layout.seq_lens,
-        layout.visible_lens,
-        num_requests,
-        layout.short_query_len,
-        window_length(window),
-        fixed_chunk or 0,
-        launch.num_running,
-        int(SATURATING_PROGRAMS * num_multiprocessors(layout.seq_lens.device)),
-        len(launch.part_outputs),
-        NUM_KV_HEADS=geometry.num_kv_heads,
-        GROUP=geometry.group,
-        BLOCK_M=launch.config.block_m,
-        TREE=launch.ancestor_bits is not None,
-        WINDOWED=window is not None,
-        CHUNKED=isinstance(window, Chunk),
-        FIXED=fixed_chunk is not None,
-        BLOCK_R=block_r,
-        ITEMS=128 * num_warps // block_r,
-        num_warps=num_warps,
-    )

@@ -229,7 +229,9 @@ def test_norms_are_rounded_where_those_of_transformers_are(tmp_path: Path, famil
     reference.save_pretrained(tmp_path)
     model, layer = load(tmp_path, dtype), reference.model.layers[1]
     x = torch.randn(64, 48, generator=torch.Generator().manual_seed(0)).to(model.dtype)
-    pairs = [(getattr(model.layer_weights[1], name), layer.get_submodule(source)) for name, source in model.config.norms.items()]
+    pairs = [
+        (getattr(model.layer_weights[1], name), layer.get_submodule(source)) for name, source in model.config.family.norms.items()
+    ]
     for weight, theirs in [*pairs, (model.final_norm, reference.model.norm)]:
         normed = model.ops.rms_norm(x, weight, model.config.rms_norm_eps)
         assert normed.dtype == model.dtype and (normed != theirs(x)).float().mean() < 0.002

@@ -14,7 +14,7 @@ from titan.core.attention import AttentionSpec, LayerSpec, kv_groups, window_len
 from titan.core.checks import check_choice, check_integer, check_number, shown
 from titan.core.dtypes import RUN_DTYPES
 from titan.core.kv_tensor import KVLayout
-from titan.models.registry import ARCHITECTURES, WHOLE_ROPE, NotNativeError, activation_trait
+from titan.models.registry import ARCHITECTURES, WHOLE_ROPE, Family, NotNativeError, activation_trait
 from titan.models.rope import NO_ROPE, Rope, read_rope, rope_entries
 
 if TYPE_CHECKING:
@@ -71,12 +71,8 @@ class DecoderConfig(ModelConfig):
     head_dim: int
     rms_norm_eps: float
     ropes: tuple[Rope, ...]  # of each layer
-    embedding_scale: float = 1.0  # multiplies the rows of the embedding
-    logits_scale: float = 1.0  # is folded into the final norm when it is loaded
-    norms: Mapping[str, str]  # names in `titan.models.layers.LayerWeights`, and in the checkpoint
-    norm_offset: float = 0.0  # is added to the weights of all norms when they are loaded
-    has_wide_norms: bool = False  # their weights are float32 in every dtype
-    is_fused: bool = False  # q, k and v are one tensor of the checkpoint, gate and up another
+    embedding_scale: float  # multiplies the rows of the embedding, where the scale of the residual stream is divided out
+    family: Family
 
     @property
     def num_layers(self) -> int:
@@ -137,11 +133,7 @@ class DecoderConfig(ModelConfig):
             # The whole residual stream is divided by the scale of what is added to it. Norms see no scale but for their eps.
             rms_norm_eps=config.rms_norm_eps / family.residual_scale**2,
             embedding_scale=family.embedding_scale / family.residual_scale,
-            logits_scale=family.logits_scale,
-            is_fused=family.is_fused,
-            norms=family.norms,
-            norm_offset=family.norm_offset,
-            has_wide_norms=family.has_wide_norms,
+            family=family,
             max_position_embeddings=max_position_embeddings,
             ropes=ropes,
             eos_token_ids=end_tokens(config.eos_token_id, eos_token_ids, config.vocab_size),

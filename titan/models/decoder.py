@@ -42,7 +42,7 @@ class Decoder(nn.Module):
         weight_device = torch.device("meta") if is_empty else device
 
         def empty(name: str, *shape: int) -> nn.Parameter:
-            own_dtype = torch.float32 if config.has_wide_norms and name.endswith("_norm") else dtype
+            own_dtype = torch.float32 if config.family.has_wide_norms and name.endswith("_norm") else dtype
             return nn.Parameter(torch.empty(shape, dtype=own_dtype, device=weight_device), requires_grad=False)
 
         self.embedding = empty("embedding", config.vocab_size, config.hidden_size)

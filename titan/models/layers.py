@@ -67,7 +67,7 @@ def layer_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         "output_weight": (hidden_size, config.num_heads * config.head_dim),
         "gate_up_weight": (2 * intermediate_size, hidden_size),
         "down_weight": (hidden_size, intermediate_size),
-        **dict.fromkeys(config.norms, (hidden_size,)),
+        **dict.fromkeys(config.family.norms, (hidden_size,)),
     }
     if "attention_bias" in config.traits:
         shapes["qkv_bias"] = (qkv_size,)

@@ -39,12 +39,12 @@ class Family(NamedTuple):
     attention_scale: float | None = None  # of the scores; None: head_dim ** -0.5
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what attention and feed-forward part add to the residual stream
-    logits_scale: float = 1.0
+    logits_scale: float = 1.0  # is folded into the final norm when it is loaded
     is_fused: bool = False  # q, k and v are one tensor of the checkpoint, gate and up another
     may_rotate_part: bool = False  # of each head: partial_rotary_factor
-    norms: Mapping[str, str] = PRE_NORMS
-    norm_offset: float = 0.0  # norms multiply by their weights and this
-    has_wide_norms: bool = False  # they multiply in float32, and round what comes out
+    norms: Mapping[str, str] = PRE_NORMS  # names in `titan.models.layers.LayerWeights`, and in the checkpoint
+    norm_offset: float = 0.0  # norms multiply by their weights and this, which is added to them when they are loaded
+    has_wide_norms: bool = False  # they multiply in float32, as which their weights are kept, and round what comes out
     layer_ropes: tuple[str | None, ...] | None = None  # entries of rope_parameters, None = no rotation; None: all have the whole
 
 

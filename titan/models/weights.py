@@ -96,10 +96,10 @@ class Destination:
 
 def destinations_of(model: Decoder) -> dict[str, Destination]:
     """Return where each tensor of a checkpoint goes, by its name in transformers."""
-    config = model.config
+    config, family = model.config, model.config.family
     q_size, kv_size, ffn_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.intermediate_size
     qkv, gate_up = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}, {"gate_proj": ffn_size, "up_proj": ffn_size}
-    if config.is_fused:
+    if family.is_fused:
         qkv, gate_up = {"qkv_proj": q_size + 2 * kv_size}, {"gate_up_proj": 2 * ffn_size}
     destinations: dict[str, Destination] = {}
 
@@ -121,13 +121,13 @@ def destinations_of(model: Decoder) -> dict[str, Destination]:
                 first += size
 
     whole(EMBEDDING, model, "embedding")
-    whole("model.norm.weight", model, "final_norm", offset=config.norm_offset, factor=config.logits_scale)
+    whole("model.norm.weight", model, "final_norm", offset=family.norm_offset, factor=family.logits_scale)
     if model.lm_head is not None:
         whole(HEAD, model, "lm_head")
     for i, layer in enumerate(model.layers):
         prefix = f"model.layers.{i}."
-        for parameter, source in config.norms.items():
-            whole(f"{prefix}{source}.weight", layer, parameter, offset=config.norm_offset)
+        for parameter, source in family.norms.items():
+            whole(f"{prefix}{source}.weight", layer, parameter, offset=family.norm_offset)
         stacked(f"{prefix}self_attn.", layer, "qkv", qkv, _qkv_places(config, config.ropes[i]))
         stacked(f"{prefix}self_attn.", layer, "output", {"o_proj": config.hidden_size})
         stacked(f"{prefix}mlp.", layer, "gate_up", gate_up)
@@ -136,7 +136,7 @@ def destinations_of(model: Decoder) -> dict[str, Destination]:
             q_rows, k_rows = slice(0, config.num_heads), slice(config.num_heads, None)
             for source, rows in (("q_norm", q_rows), ("k_norm", k_rows)):  # one weight for all heads
                 shape = (config.head_dim,)
-                destinations[f"{prefix}self_attn.{source}.weight"] = Destination(layer, "qk_norm", rows, shape, config.norm_offset)
+                destinations[f"{prefix}self_attn.{source}.weight"] = Destination(layer, "qk_norm", rows, shape, family.norm_offset)
         if "row_norm" in config.traits:
             for source, rows in (("q_norm", slice(0, q_size)), ("k_norm", slice(q_size, q_size + kv_size))):
                 shape = (rows.stop - rows.start,)
