@@ -40,17 +40,7 @@ def _gate_kernel(
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """Compute ``silu(gate) * up``, with ``silu(x) = x / (1 + exp(-x))``, in float32, and round once.
-
-    Args:
-        gate_up: the gate, then the gated values: [T, 2 * intermediate_size], bfloat16, float16 or float32; rows may be strided.
-
-    Returns:
-        [T, intermediate_size], dtype of ``gate_up``.
-
-    Raises:
-        ValueError: wrong shape, dtype or strides, or no device that Triton kernels run on.
-    """
+    """Compute ``silu(gate) * up``, with ``silu(x) = x / (1 + exp(-x))``, in float32, and round once."""
     return _gate(gate_up, has_gelu=False)
 
 

@@ -88,14 +88,10 @@ def _write_kv_kernel(
 
 
 def write_kv(kv_layer: Tensor, slots: Tensor, keys: Tensor, values: Tensor | None) -> None:
-    """Write keys and values to their slots; those of slot -1 are not written. Slots are not checked: they are on the device.
+    """Write keys and values to their slots, but for those of slot -1; see `titan.kernels.interfaces.LayerOps`.
 
-    Args:
-        kv_layer: [2, K, num_blocks, block_size, D], or quantised, updated in place; only D, or the bytes of a block, must be
-            contiguous. Quantisation is that of `titan.kernels.torch.quantised_kv`.
-        slots: int64 [T], distinct but for -1.
-        keys: [T, K, D], bfloat16, float16 or float32; the dtype of a cache that is not quantised.
-        values: [T, K, V], V at most D, dtype of ``keys``; the rest of their slots becomes 0. ``None``: there is one plane.
+    Of the layer only D, or the bytes of a quantised block, must be contiguous; what a value leaves of its slot becomes 0. Slots are
+    not checked: they are on the device. Quantisation is that of `titan.kernels.torch.quantised_kv`.
 
     Raises:
         ValueError: a tensor of the wrong shape, dtype, strides or device.

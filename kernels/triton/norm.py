@@ -45,17 +45,10 @@ def _norm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
-    """Compute ``x / sqrt(mean(x ** 2) + eps) * weight`` of each row in float32, and round once.
+    """Normalise rows, which may be strided, as `titan.kernels.interfaces.LayerOps` says, and round once.
 
-    Args:
-        x: [T, hidden_size], bfloat16, float16 or float32; rows may be strided.
-        weight: [hidden_size], dtype of ``x`` or float32.
-        eps: added to the mean square.
-        residual: [T, hidden_size], dtype of ``x``, to which ``x`` is added in place, and which is normalized instead of ``x``. The
-            sum is rounded before it is normalized, as in transformers; rows may be strided.
-
-    Returns:
-        [T, hidden_size], dtype of ``x``.
+    A ``residual``, [T, hidden_size], is what ``x`` is added to in place, and is normalized instead of ``x``. The sum is rounded
+    before it is normalized, as in transformers.
 
     Raises:
         ValueError: a tensor of the wrong shape, dtype, strides or device, or hidden_size is above 16384.

@@ -107,21 +107,11 @@ def _rope_and_write_kv_kernel(
 def rope_and_write_kv(
     qkv: Tensor, places: TokenPlaces, kv_layer: Tensor, qk_norm: Tensor | None = None, eps: float = 0.0
 ) -> Tensor:
-    """Normalise and rotate queries and keys, and write keys and values to their slots.
+    """Normalise and rotate queries and keys, and write keys and values to their slots; see `titan.kernels.interfaces.LayerOps`.
 
-    Computation is in float32, rounded once. Positions and slots are not checked: they are on the device.
-
-    Args:
-        qkv: [T, (H + 2K) * D], bfloat16, float16 or float32; rows may be strided.
-        places: of the tokens; the table has the dtype of ``qkv``, slots are distinct; slot -1 = keys and values are not written.
-        kv_layer: [2, K, num_blocks, block_size, D], dtype of ``qkv``, or quantised, updated in place; only D, or the bytes of a
-            block, must be contiguous. Quantisation is that of `titan.kernels.torch.quantised_kv`.
-        qk_norm: weights of the RMSNorm over each query and key head before the rotation, [H + K, D], dtype of ``qkv`` or float32;
-            ``None`` = no norm.
-        eps: added to the mean square.
-
-    Returns:
-        The queries, [T, H, D], dtype of ``qkv``.
+    Computation is in float32, rounded once. Rows of ``qkv`` may be strided; the rope table has its dtype. Of the layer only D, or
+    the bytes of a quantised block, must be contiguous. Keys and values of slot -1 are not written. Positions and slots are not
+    checked: they are on the device. Quantisation is that of `titan.kernels.torch.quantised_kv`.
 
     Raises:
         ValueError: a tensor of the wrong shape, dtype, strides or device, or D is odd.

@@ -98,28 +98,14 @@ def _row_tops_kernel(
 
 
 def row_argmax(logits: Tensor) -> Tensor:
-    """Return each row's most likely token, the first of ties; -1 if its logit is not finite, or the row holds NaN.
-
-    Args:
-        logits: [R, vocab], float32, float16 or bfloat16; rows may be strided.
-
-    Returns:
-        int64 [R].
-    """
+    """Return each row's most likely token, int64 [R], of ties the first; -1 if its logit is not finite, or the row holds NaN."""
     return _tops(logits, 1, None)[0][:, 0]
 
 
 def top_candidates(logits: Tensor, count: int, temperatures: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the most likely tokens of each row with their log-probabilities; see `titan.kernels.interfaces.SamplingOps`.
+    """Return the most likely tokens of each row with their log-probabilities, of ties the first ones.
 
-    Args:
-        logits: [R, vocab], float32, float16 or bfloat16; rows may be strided.
-        count: tokens per row; where the vocabulary has fewer, the rest are 0, of log-probability -inf.
-        temperatures: float32 [R], above 0.
-
-    Returns:
-        int64 and float32, [R, count] each, of ties the first ones; log-probabilities are not finite where the largest logit is
-        not.
+    See `titan.kernels.interfaces.SamplingOps`; where the vocabulary has fewer tokens, the rest are 0.
     """
     tokens, logprobs = _tops(logits, count, temperatures)
     assert logprobs is not None

@@ -359,18 +359,7 @@ def tree_attention(
     spec: AttentionSpec,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend from every query row to the slots it sees; padded rows are exactly 0.
-
-    Args:
-        q: [T, num_heads, head_dim], the last dimension contiguous.
-        kv_layer: [2, num_kv_heads, num_blocks, block_size, head_dim], keys and values, or quantised blocks of them; those of the
-            query tokens are already written. The last dimension is contiguous. [1, ...]: values are the first numbers of keys.
-        plan: of the pass.
-        spec: of the layer.
-        sinks: float32 [num_heads], finite.
-
-    Returns:
-        [T, num_heads * value_dim], dtype of ``q``.
+    """Attend from every query row to the slots it sees; padded rows are exactly 0. See `titan.kernels.interfaces.LayerOps`.
 
     Raises:
         ValueError: names the argument, its value and what is expected.

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from titan.core.trees import NodeColumns
+from titan.kernels.interfaces import Candidates
 from titan.kernels.triton.tree_walk import NODES
 
 CANDIDATES = (64, 512, 4096)
@@ -96,22 +97,11 @@ def _select_kernel(
     tl.store(node_slots_ptr + targets, slots.to(tl.int32), mask=is_written)
 
 
-def select_trees(
-    token_ids: Tensor,
-    scores: Tensor,
-    parent_slots: Tensor,
-    slots: Tensor,
-    first_nodes: Tensor,
-    num_nodes: Tensor,
-    nodes: NodeColumns[Tensor],
-) -> None:
-    """Choose the trees of n requests from c candidates each; nothing is read back to the host.
+def select_trees(found: Candidates, first_nodes: Tensor, num_nodes: Tensor, nodes: NodeColumns[Tensor]) -> None:
+    """Choose the trees of n requests; nothing is read back to the host.
 
     Args:
-        token_ids: int64 [n, c], at most 4096 per request, parents before their children.
-        scores: float32 [n, c], none above its parent's; not finite where there is no candidate, and then none below it either.
-        parent_slots: int64 [n, c], the slot of the candidate's parent; -1 = the root.
-        slots: int64 [n, c], distinct for candidates that may be parents, -1 for the others.
+        found: the candidates, at most 4096 of each request.
         first_nodes: int32 [n], where the nodes of each tree begin.
         num_nodes: int32 [n], places of each tree, 0 to 63.
         nodes: of all trees, overwritten at these places; places left without a candidate become empty.
@@ -119,15 +109,15 @@ def select_trees(
     Raises:
         ValueError: too many candidates.
     """
-    num_requests, num_candidates = token_ids.shape
+    num_requests, num_candidates = found.token_ids.shape
     if num_candidates > MAX_CANDIDATES:
         raise ValueError(f"a tree is to be selected from {num_candidates} candidates: at most {MAX_CANDIDATES} are allowed")
     _select_kernel[(num_requests,)](
         *nodes,
-        token_ids,
-        scores,
-        parent_slots,
-        slots,
+        found.token_ids,
+        found.scores,
+        found.parent_slots,
+        found.slots,
         num_candidates,
         first_nodes,
         num_nodes,

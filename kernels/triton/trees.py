@@ -25,13 +25,7 @@ from titan.kernels.triton.tree_walk import VerifiedTrees, walk_matches
 
 
 class TritonTrees:
-    """Tree operations in Triton kernels; nothing is read back to the host.
-
-    Args:
-        device: of the trees.
-        upload: copies arrays to it.
-        sampling: of the same back end.
-    """
+    """Tree operations in Triton kernels; nothing is read back to the host."""
 
     def __init__(self, device: torch.device, upload: Upload, sampling: TritonSampling) -> None:
         self._device = device
@@ -43,7 +37,7 @@ class TritonTrees:
         trees = DraftTrees(start_loc, is_chain, is_sampled, has_scores, allocate_nodes(int(start_loc[-1]), self._device))
         for each in found:
             first, counts = self._upload([start_loc[each.rows].astype(np.int32), each.num_nodes.astype(np.int32)])
-            select_trees(each.token_ids, each.scores, each.parent_slots, each.slots, first, counts, trees.nodes)
+            select_trees(each, first, counts, trees.nodes)
         return with_draft_probs(trees, found, self._upload)
 
     def verify(self, logits: Tensor, trees: DraftTrees, rows: Ints, sampling: SamplingRows) -> Verified:

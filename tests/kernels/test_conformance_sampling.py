@@ -15,12 +15,10 @@ from interpreted import DEVICE, ON_CUDA, triton_backend
 from torch import Tensor
 
 from titan.core.random import Purpose, philox_uniform
-from titan.core.trees import NODE_DTYPES, NodeColumns
 from titan.kernels.interfaces import Backend
 from titan.kernels.triton import row_distribution
 from titan.kernels.triton.row_distribution import CHUNK, GROUP
 from titan.kernels.triton.sample_rows import sample_rows
-from titan.kernels.triton.tree_select import select_trees
 from titan.kernels.triton.tree_walk import VerifiedTrees, walk_matches
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -282,7 +280,3 @@ def test_no_rows_and_no_trees_are_no_work_on_triton() -> None:
     result = VerifiedTrees.of(no_longs, no_longs.int(), start_loc, max_nodes=4)
     walk_matches(result, no_longs)
     assert result.paths.shape == (0, 4) and len(result.final_tokens) == 0
-    columns = NodeColumns(*(torch.full((2,), 7, device=DEVICE).to(dtype) for dtype in NODE_DTYPES))
-    empty = no_longs.view(0, 1)
-    select_trees(empty, empty.float(), empty, empty, no_longs.int(), no_longs.int(), columns)
-    assert all((column == 7).all() for column in columns)

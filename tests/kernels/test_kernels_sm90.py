@@ -23,7 +23,7 @@ from types import SimpleNamespace
 import torch
 from titan.core.random import Purpose
 from titan.core.trees import allocate_nodes
-from titan.kernels.interfaces import TokenPlaces
+from titan.kernels.interfaces import Candidates, TokenPlaces
 from titan.kernels.triton.draft_chain import DraftChains
 from titan.kernels.triton.gate import gelu_mul, silu_mul
 from titan.kernels.triton.kv_writes import write_kv
@@ -86,7 +86,8 @@ for num_rows, max_nodes in ((8, 6), (7, 1), (6, 16)):  # which differ from step 
 requests, nodes = start_loc[1:].clone(), allocate_nodes(7, start_loc.device)
 for num_candidates in (*range(1, 33), 33, 45, 63, 100, 427, 510, 512):  # chains, trees along one, beams of 6 to 63 nodes
     candidates = torch.zeros(2, num_candidates, dtype=torch.int64)
-    select_trees(candidates, candidates.float(), candidates, candidates, requests, requests, nodes)
+    found = Candidates(None, None, None, True, candidates, candidates.float(), candidates, candidates)
+    select_trees(found, requests, requests, nodes)
 
 backend, kv = SimpleNamespace(device=start_loc.device), SimpleNamespace(block_size=16)
 for num_blocks in (64, 513):
