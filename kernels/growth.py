@@ -36,13 +36,7 @@ def grow_by_passes(
 ) -> DraftTrees:
     """Feed the tokens that each request lacks in one pass, then grow all trees together, one pass per depth over all frontiers.
 
-    Args:
-        forward: the draft model.
-        backend: the one it runs on.
-        feeds: as in `titan.kernels.interfaces.Runner.grow`; so are the next two.
-        num_rows: of the plan.
-        vocab_size: of the trees.
-        block_size: tokens per KV block.
+    The arguments are those of `titan.kernels.interfaces.Runner.grow`, the draft's passes, and the back end that they run on.
     """
     num_rows_of_passes, seconds = list[int](), 0.0
     first_scores = np.full(num_rows, np.nan, np.float32)

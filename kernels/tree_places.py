@@ -26,13 +26,7 @@ def place_trees(found: Sequence[Candidates], num_rows: int) -> tuple[Ints, Flags
 
 
 def with_draft_probs(trees: DraftTrees, found: Sequence[Candidates], upload: Upload) -> DraftTrees:
-    """Return selected trees with the distributions that their tokens were sampled from.
-
-    Args:
-        trees: complete except for these distributions.
-        found: the candidates they were selected from.
-        upload: copies arrays to the device.
-    """
+    """Return selected trees with the distributions that their tokens were sampled from, as their candidates have them."""
     for each in found:
         if each.probs is not None and each.probs_rows is not None:
             draft_rows = _draft_rows(trees, each.rows, each.probs_rows, upload)

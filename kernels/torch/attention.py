@@ -16,13 +16,7 @@ from titan.kernels.torch.quantised_kv import dequantise
 
 
 class RequestQuery:
-    """What the query tokens of one request see, the same for all layers of a window.
-
-    Args:
-        layout: of the batch.
-        index: of the request.
-        device: of the model.
-    """
+    """What the query tokens of one request see, the same for all layers of a window."""
 
     def __init__(self, layout: AttentionLayout, index: int, device: torch.device) -> None:
         first, last = layout.query_start_loc[index : index + 2].tolist()

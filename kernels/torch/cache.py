@@ -18,11 +18,7 @@ from titan.kernels.interfaces import PathMove
 
 
 class TorchCache:
-    """Cache operations on any device.
-
-    Args:
-        upload: copies arrays to the device.
-    """
+    """Cache operations on any device."""
 
     def __init__(self, upload: Upload) -> None:
         self._upload = upload

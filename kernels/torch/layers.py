@@ -17,11 +17,7 @@ from titan.kernels.torch.quantised_kv import quantise
 
 
 class TorchOps:
-    """Layer operations on any device.
-
-    Args:
-        device: of the model.
-    """
+    """Layer operations on any device."""
 
     name = "PyTorch"
     packs = False

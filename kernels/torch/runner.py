@@ -17,13 +17,7 @@ from titan.kernels.interfaces import Backend, Model, PassInputs, WarmUp
 
 
 class TorchRunner:
-    """See `titan.kernels.interfaces.Runner`.
-
-    Args:
-        backend: the one whose device the model is on.
-        model: the model.
-        kv: of the model.
-    """
+    """See `titan.kernels.interfaces.Runner`."""
 
     padded_sizes: Sequence[int] = ()
 

@@ -26,11 +26,7 @@ Softmax = Callable[[Tensor, Tensor], Tensor]
 
 
 class TorchSampling:
-    """Sampling operations on any device.
-
-    Args:
-        upload: copies arrays to the device.
-    """
+    """Sampling operations on any device."""
 
     def __init__(self, upload: Upload) -> None:
         self._upload = upload

@@ -37,12 +37,7 @@ from titan.kernels.tree_places import place_trees, with_draft_probs
 
 
 class TorchTrees:
-    """Tree operations on any device; the data they decide by is copied to the host.
-
-    Args:
-        sampling: of the same back end.
-        upload: of the same back end.
-    """
+    """Tree operations on any device; the data they decide by is copied to the host."""
 
     def __init__(self, sampling: SamplingOps, upload: Upload) -> None:
         self._sampling = sampling

@@ -31,10 +31,6 @@ class CudaCache(TorchCache):
     Blocks on their way out are gathered piece by piece before anything else is computed, so that they may be overwritten; the
     transfer of the last `MAX_PIECES_OUT` pieces of a call is beside the passes. Blocks on their way in are waited for when
     `await_copies` says so, or if they go out again.
-
-    Args:
-        upload: copies arrays to the device.
-        device: the device, with its index.
     """
 
     def __init__(self, upload: Upload, device: torch.device) -> None:

@@ -49,9 +49,6 @@ class GraphSizes:
     Requests are padded by at most a quarter, or to a small number; the longest query to 1, 2 (a draft is fed one or two tokens
     before it grows trees), 8, 64 or the limit, as it mostly decides how attention is tiled; tokens to a number per request, or in a
     small pass to that of the longest query. With a prefill chunk, a query longer than the limit, any query may have all tokens.
-
-    Args:
-        limits: of the passes.
     """
 
     def __init__(self, limits: PassLimits) -> None:

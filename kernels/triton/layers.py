@@ -29,10 +29,6 @@ MIN_CAPABILITY = (8, 0)
 class TritonOps:
     """See `titan.kernels.interfaces.LayerOps`; the layout of a batch is a `DeviceLayout`.
 
-    Args:
-        device: where the kernels run.
-        dtype: of the model.
-
     Raises:
         ValueError: a card that Triton does not support.
     """

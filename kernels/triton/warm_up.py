@@ -37,14 +37,7 @@ def idle_batch(query_lens: Sequence[int], block_size: int) -> RaggedBatch:
 
 
 def verify_idle_trees(backend: Backend, vocab_size: int, dtype: torch.dtype, num_candidates: int) -> None:
-    """Select two trees of one node, one of which is sampled, and verify them.
-
-    Args:
-        backend: that does it.
-        vocab_size: of the target.
-        dtype: of its logits.
-        num_candidates: that each tree is selected from.
-    """
+    """Select two trees of one node, one of which is sampled, from this many candidates each, and verify them."""
     shape = 1, num_candidates
     no_slot = torch.full(shape, -1, device=backend.device)
     token_ids, scores = no_slot + 1, torch.zeros(shape, device=backend.device)

@@ -11,13 +11,7 @@ from titan.core.trees import DraftTrees, Upload
 
 
 def target_batch(plan: StepPlan, trees: DraftTrees, *, block_size: int) -> RaggedBatch:
-    """Build the target's batch of a step.
-
-    Args:
-        plan: the requests of the step, and their numbers of tokens.
-        trees: one per row of the plan.
-        block_size: tokens per KV block.
-    """
+    """Build the target's batch of a step, with a tree for each row of the plan."""
     starts = [request.num_computed_tokens for request in plan.requests]
     row_tokens, needs_logits, prompt_logits = list[list[int]](), list[bool](), list[range]()
     for request, start, num_tokens in zip(plan.requests, starts, plan.num_tokens, strict=True):
@@ -30,13 +24,7 @@ def target_batch(plan: StepPlan, trees: DraftTrees, *, block_size: int) -> Ragge
 
 
 def split_logits(batch: RaggedBatch, logits: Tensor, upload: Upload) -> tuple[Tensor, Tensor | None]:
-    """Return the logits of roots and nodes, and those that are only for the logprobs of prompts, if there are any.
-
-    Args:
-        batch: of the pass.
-        logits: [L, vocab], of that pass.
-        upload: uploads arrays to the device of the logits.
-    """
+    """Return the logits of roots and nodes, [any, vocab], and those that are only for the logprobs of prompts, if there are any."""
     if batch.prompt_logits is None:
         return logits, None
     others = np.delete(np.arange(len(logits)), batch.prompt_logits)

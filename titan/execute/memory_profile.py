@@ -26,13 +26,6 @@ def run_largest_pass(backend: Backend, model: Model, config: EngineConfig, limit
     tokens from. Block tables have their maximum length, which decides how much memory the parts of split contexts get. A draft's
     passes are assumed to need no more.
 
-    Args:
-        backend: of the model.
-        model: the target.
-        config: of the engine.
-        limits: of the passes.
-        max_model_len: maximum tokens of a request.
-
     Raises:
         ValueError: the device has too little memory.
     """

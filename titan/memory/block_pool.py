@@ -63,9 +63,7 @@ class BlockPool:
     def allocate(self, count: int, after: int = -1) -> list[int]:
         """Allocate ``count`` free blocks, one reference each: blank ones in runs, then cached ones, whose content is dropped.
 
-        Args:
-            count: number of blocks.
-            after: the block after which they should lie, if those are blank.
+        They lie behind the block ``after`` if those are blank.
 
         Raises:
             RuntimeError: fewer than ``count`` blocks are free; nothing is allocated.
@@ -168,11 +166,8 @@ class BlockPool:
     def new_ids(self, num_blocks: int, tables: Iterable[Iterable[int]]) -> dict[int, int]:
         """Return the blocks that a pool of another size keeps, old id -> new id, so that each table becomes a run.
 
-        First come the referenced blocks, in the order of their first table, then the cached ones that were used last.
-
-        Args:
-            num_blocks: of the new pool.
-            tables: all block tables.
+        First come the referenced blocks, in the order of their first table, then the cached ones that were used last. The tables
+        must be those of all users.
 
         Raises:
             ValueError: more blocks than ``num_blocks`` are referenced.
@@ -186,12 +181,7 @@ class BlockPool:
         return {old: new for new, old in enumerate(kept)}
 
     def resize(self, num_blocks: int, new_ids: Mapping[int, int]) -> None:
-        """Resize the pool and renumber its blocks, after their content has moved.
-
-        Args:
-            num_blocks: new size of the pool.
-            new_ids: from `new_ids` of this size; the content of other blocks is forgotten.
-        """
+        """Resize the pool and renumber its blocks, after their content has moved; the content of others is forgotten."""
         if num_blocks != self.num_blocks:  # else the caches are the same, and compact
             self.num_touched = len(new_ids)
         ref_counts, is_drafted = [0] * num_blocks, bytearray(num_blocks)
@@ -251,13 +241,5 @@ def hash_root(salt: str | None) -> bytes:
 
 
 def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Return the hash of a full block, which identifies its tokens and all tokens before them.
-
-    Args:
-        parent: hash of the previous block; for the first one `hash_root`.
-        token_ids: the block's tokens.
-
-    Returns:
-        16 bytes.
-    """
+    """Return the hash of a full block, 16 bytes, which identifies its tokens and, by that of its parent, all before them."""
     return blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()

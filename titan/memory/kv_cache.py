@@ -253,12 +253,9 @@ class KVCache:
 
     @contextmanager
     def lend_blocks(self, most: int) -> Iterator[Sequence[int]]:
-        """Lend blocks whose content in the target's cache may be overwritten, at least one, as a context.
+        """Lend blocks whose content in the target's cache may be overwritten, one to ``most``, as a context.
 
         These are free and not cached; where there is none, it is one whose content is kept meanwhile.
-
-        Args:
-            most: number of blocks.
         """
         if count := min(self.pool.num_blank, most):
             block_ids = self.pool.allocate(count)

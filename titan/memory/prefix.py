@@ -21,13 +21,7 @@ class Prefix(NamedTuple):
 
 
 class PrefixFinder:
-    """Finds what is computed of requests without blocks; nothing changes, but that hashes of their blocks are kept.
-
-    Args:
-        pool: the blocks that requests hold.
-        swap_space: has more cached blocks.
-        block_size: tokens per block.
-    """
+    """Finds what is computed of requests without blocks; nothing changes, but that hashes of their blocks are kept."""
 
     def __init__(self, pool: BlockPool, swap_space: SwapSpace, block_size: int) -> None:
         self._pool = pool

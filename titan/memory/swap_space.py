@@ -23,12 +23,7 @@ MAX_MEASURED_BLOCKS, NUM_MEASUREMENTS = 64, 3
 
 
 class SwapSpace:
-    """Blocks on the host beside those of the attached caches, which they can hold copies of; there are none until it is resized.
-
-    Args:
-        enable_caching: whether full blocks can be found by their hash.
-        ops: copy blocks out and in.
-    """
+    """Blocks on the host beside those of the attached caches, which they can hold copies of; there are none until it is resized."""
 
     def __init__(self, enable_caching: bool, ops: CacheOps) -> None:
         self.pool = BlockPool(0, enable_caching)
@@ -60,13 +55,7 @@ class SwapSpace:
     def measure_copies(
         self, tensors: Mapping[Role, KVTensor], pool: BlockPool, wait: Callable[[Sequence[Tensor]], object]
     ) -> float:
-        """Return the seconds of copying a block here and back: the least of a few tries with blocks that are nobody's.
-
-        Args:
-            tensors: the caches; the target's is among them.
-            pool: of their blocks.
-            wait: waits until tensors have been computed.
-        """
+        """Return the seconds of copying a block here and back: the least of a few tries with blank blocks of the pool."""
         count = min(MAX_MEASURED_BLOCKS, pool.num_blank, self.pool.num_blank)
         block_ids, swapped = pool.allocate(count), self.pool.allocate(count)
         seconds = inf

@@ -81,12 +81,7 @@ class DecoderConfig(ModelConfig):
 
     @classmethod
     def read(cls, config: PretrainedConfig, architecture: str, eos_token_ids: tuple[int, ...] | None = None) -> DecoderConfig:
-        """Read a transformers config.
-
-        Args:
-            config: the config, with transformers' defaults filled in.
-            architecture: one of `registry.ARCHITECTURES`.
-            eos_token_ids: those of the generation config, which override the model's.
+        """Read a config of transformers, defaults filled in; the end tokens of a generation config override its own.
 
         Raises:
             ValueError: the sizes are inconsistent, or a feature is not supported.
@@ -185,15 +180,11 @@ def named_dtype(config: Any) -> torch.dtype | None:
 
 
 def num_positions(config: Any, longest: int) -> int:
-    """Return how many positions a model can be run at, by its rotary embeddings.
+    """Return how many positions a language model of transformers can be run at, by its rotary embeddings.
 
     YaRN extends the trained length by a factor, which some configs leave to be multiplied. The frequencies of longrope change with
     the longest position of a batch after the length before it was extended, and those of dynamic after the one in the config:
-    there, keys in the cache would be of other frequencies than new ones.
-
-    Args:
-        config: of a language model of transformers.
-        longest: its max_position_embeddings.
+    there, keys in the cache would be of other frequencies than new ones. The model was trained for positions up to ``longest``.
 
     Raises:
         ValueError: the extended length is out of all bounds.

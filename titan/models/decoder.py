@@ -107,10 +107,6 @@ class Decoder(nn.Module):
     def hidden_states(self, inputs: PassInputs, kv: KVTensor) -> Tensor:
         """Run all but the output head on the query tokens of a pass, and write their KV; positions are not checked.
 
-        Args:
-            inputs: of the pass, T query tokens of which L need logits; its ``attention`` is a layout of ``ops``.
-            kv: of the model, updated in place.
-
         Returns:
             The input of `logits` for the rows that need logits: [L, hidden_size].
 

@@ -85,19 +85,7 @@ def layer_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 def attention(
     normed: Tensor, weights: LayerWeights, config: DecoderConfig, layer: int, kv_layer: Tensor, step: LayerStep
 ) -> Tensor:
-    """Write the tokens' keys and values and compute attention, without the output projection.
-
-    Args:
-        normed: [T, hidden_size], what the layer reads.
-        weights: of the layer.
-        config: of the model.
-        layer: index of the layer.
-        kv_layer: [2, K, num_blocks, block_size, D], or quantised.
-        step: what all layers share.
-
-    Returns:
-        [T, H * D].
-    """
+    """Write the tokens' keys and values and compute attention, without the output projection: [T, hidden_size] -> [T, H * D]."""
     ops = step.ops
     qkv = ops.linear(normed, weights.qkv_weight, weights.qkv_bias)
     if weights.row_norm is not None:
@@ -125,13 +113,7 @@ def add_part(
 ) -> tuple[Tensor, Tensor]:
     """Add the output of a part of a layer to the residual stream, and apply the norm of the part that reads it next.
 
-    Args:
-        x: [T, in_features] of the part's last projection.
-        projection: that one.
-        residual: [T, hidden_size]; may be overwritten.
-        next_norm: [hidden_size].
-        eps: of all norms.
-        ops: of the back end.
+    ``x``, [T, in_features], is what the part's last projection reads. The residual stream, [T, hidden_size], may be overwritten.
 
     Returns:
         The residual stream, and what the next part reads: [T, hidden_size] each.

@@ -99,11 +99,6 @@ class Checkpoint:
 def open_model(files: ModelFiles, model_impl: str = "auto", *, trust_remote_code: bool = False) -> Checkpoint:
     """Read the config of a model; nothing else is downloaded, but for code that is trusted.
 
-    Args:
-        files: of the model.
-        model_impl: as of `titan.core.options.ModelOptions`.
-        trust_remote_code: likewise.
-
     Raises:
         ValueError: the model does not exist, has no config, or is not supported.
     """
@@ -164,10 +159,6 @@ def load_sampling_defaults(files: ModelFiles) -> SamplingParams:
 def load_tokenizer(files: ModelFiles, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
     """Read the tokenizer of a model; ``None`` if the model has none.
 
-    Args:
-        files: of the model.
-        trust_remote_code: as of `titan.core.options.ModelOptions`.
-
     Raises:
         ValueError: the model does not exist, or its tokenizer cannot be read.
     """
@@ -221,12 +212,6 @@ def _missing_reader(found: list[str]) -> str | None:
 
 def download(path_or_id: str, revision: str | None, model_impl: str = "auto", *, trust_remote_code: bool = False) -> str:
     """Return the folder of a model, of one on the hub after downloading all that is read of it.
-
-    Args:
-        path_or_id: a folder or hub id.
-        revision: as of `ModelFiles`.
-        model_impl: as of `titan.core.options.ModelOptions`.
-        trust_remote_code: likewise.
 
     Raises:
         ValueError: the model does not exist or is not supported.
@@ -295,12 +280,7 @@ def how_it_runs(config: ModelConfig) -> str:
 
 
 def empty_modules(config: ModelConfig, backend: Backend) -> nn.Module:
-    """Return the modules of a model without memory, which tell how many weights it has.
-
-    Args:
-        config: of a `Checkpoint`.
-        backend: that would run it.
-    """
+    """Return the modules of a model without memory, which tell how many weights it has."""
     if isinstance(config, DecoderConfig):
         return Decoder(config, dtype=torch.float32, backend=backend, is_empty=True)
     assert isinstance(config, TransformersConfig)
@@ -311,10 +291,6 @@ def empty_modules(config: ModelConfig, backend: Backend) -> nn.Module:
 
 def check_type(content: Mapping[str, Any], *, trust_remote_code: bool) -> None:
     """Refuse a model that transformers does not know, unless its code comes with it and is trusted.
-
-    Args:
-        content: of a config.json.
-        trust_remote_code: as of `open_model`.
 
     Raises:
         ValueError: names the type, and the code if there is any.

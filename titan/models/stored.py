@@ -244,12 +244,7 @@ def misfits(found: Mapping[str, Shape], asked: Mapping[str, Shape]) -> dict[str,
 
 
 def refuse_misfits(problems: Mapping[str, Collection[str]], name: str, advice: str = "") -> None:
-    """Refuse weights of which some are wrong.
-
-    Args:
-        problems: what is wrong, as of `misfits`.
-        name: of what they are for.
-        advice: for the message.
+    """Refuse weights of which some are wrong, as `misfits` has them.
 
     Raises:
         ValueError: there are problems.

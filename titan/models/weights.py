@@ -40,20 +40,10 @@ def read_decoder(
     order: TokenOrder | None,
     weight_bits: int | None,
 ) -> Decoder:
-    """Return a decoder with its weights, ready to run.
+    """Return a decoder with its weights, ready to run; see `titan.models.loader.load_model`.
 
     If its config says that embedding and head are tied, the checkpoint may have either. If it has both, and they differ, they are
     not tied: as in transformers, the weights count.
-
-    Args:
-        config: of the model.
-        name: of the model.
-        tensors: of its checkpoint.
-        dtype: to run in.
-        backend: that runs it.
-        pack: pack the weights where possible; see `Decoder.prepare`.
-        order: of the tokens; ``None`` = the checkpoint's.
-        weight_bits: 8 rounds the matrices of linear layers, and packs them; ``None`` leaves them as they are.
 
     Raises:
         ValueError: the weights do not fit the config, or are not finite.
@@ -211,11 +201,7 @@ def _are_equal(a: StoredTensor, b: StoredTensor, dtype: torch.dtype) -> bool:
 def _copy_tensor(parameter: Tensor, destination: Destination, tensor: StoredTensor, places: Tensor | None) -> None:
     """Copy a stored tensor piece by piece; one without the parameter's first dimension is broadcast along it.
 
-    Args:
-        parameter: the whole of it.
-        destination: of the tensor.
-        tensor: of the checkpoint.
-        places: int64 [rows], where its rows go; ``None`` = in their order.
+    Its rows go to ``places``, int64 [rows], if there are any, else they keep their order.
 
     Raises:
         ValueError: numbers of it are not finite, or not in the target's dtype.

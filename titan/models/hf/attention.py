@@ -19,14 +19,7 @@ HEAD_NORMS = ("q_norm", "k_norm")
 
 
 class FusedAttention(nn.Module):
-    """An attention module of one projection, RMSNorm of heads if it has them, and rotation of whole heads by halves.
-
-    Args:
-        bound: the attention of the module.
-        projection: to queries, keys and values.
-        output: the output projection.
-        norms: of the heads of queries and of keys; none if they are not normed.
-    """
+    """An attention module of one projection, RMSNorm of heads if it has them, and rotation of whole heads by halves."""
 
     def __init__(self, bound: BoundAttention, projection: PackedWeight, output: PackedWeight, norms: Sequence[FusedNorm]) -> None:
         super().__init__()
@@ -38,12 +31,7 @@ class FusedAttention(nn.Module):
             self._norm = torch.cat([norm.gains.expand(count, -1) for norm, count in zip(norms, counts, strict=True)])
 
     def forward(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *_: Any, **__: Any) -> tuple[Tensor, None]:
-        """Attend from the tokens of the current pass: [1, T, hidden_size] -> [1, T, hidden_size].
-
-        Args:
-            hidden_states: of the tokens.
-            position_embeddings: cosines and sines of the tokens, [1, T, D] each.
-        """
+        """Attend from the tokens of the current pass, [1, T, hidden_size], with their cosines and sines, [1, T, D] each."""
         bound, projection, output = self._bound, self._projection, self._output
         now = bound.current.run
         assert now is not None, "modules run in passes only"
@@ -59,13 +47,7 @@ def fuse_attention(
 ) -> FusedAttention | None:
     """Return a fused module that computes what an attention module does; ``None`` if there is none.
 
-    Args:
-        ops: of the model.
-        bound: the attention of the module.
-        module: to be replaced.
-        arguments: what its layer calls it with, by name, in a pass of `NUM_TOKENS`.
-        kv: of the model, with a block, to write to.
-        max_positions: of the model.
+    The arguments are those that its layer calls it with, by name, in a pass of `NUM_TOKENS`; both are tried, and write to ``kv``.
     """
     spec = bound.spec
     linears: list[Any] = [getattr(module, name, None) for name in PROJECTIONS]

@@ -94,12 +94,7 @@ def describe(source: Any, eos_token_ids: tuple[int, ...] | None = None, *, trust
 
 
 def empty_model(source: Any, *, trust_remote_code: bool) -> Any:
-    """Return a model without weights, on the meta device.
-
-    Args:
-        source: config of transformers; it is not changed.
-        trust_remote_code: as of `titan.core.options.ModelOptions`.
-    """
+    """Return a model without weights, on the meta device; the config, which is transformers', is not changed."""
     from transformers import AutoModelForCausalLM
 
     config = deepcopy(source)  # transformers writes the dtype to it

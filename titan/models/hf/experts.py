@@ -17,12 +17,7 @@ TRAITS = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm")
 
 
 class PackedExperts:
-    """Experts with packed weights, each run on the tokens that chose it.
-
-    Args:
-        ops: of the model.
-        module: of experts; see `pack_experts` for which.
-    """
+    """Experts with packed weights, each run on the tokens that chose it."""
 
     def __init__(self, ops: LayerOps, module: Any) -> None:
         self._ops = ops
@@ -80,12 +75,7 @@ def run_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, t
 
 
 def pack_experts(ops: LayerOps, module: Any) -> bool:
-    """Pack the weights of experts, which replace those of the module; return whether that could be done.
-
-    Args:
-        ops: of the model.
-        module: one that may have experts.
-    """
+    """Pack the weights of a module's experts, if it has any, which replace its own; return whether that could be done."""
     from transformers.integrations.moe import grouped_mm_experts_forward
 
     if not all(hasattr(module, trait) for trait in TRAITS) or not is_unhooked(module):

@@ -25,11 +25,7 @@ MAX_DIFFERENCE = 0.1
 
 
 class GatheredAttention:
-    """See `titan.models.hf.model.Attending`.
-
-    Args:
-        dtype: of the model.
-    """
+    """See `titan.models.hf.model.Attending`."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype

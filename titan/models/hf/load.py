@@ -64,15 +64,6 @@ def load_weights(
 ) -> TransformersModel:
     """Load a model whose config has been described.
 
-    Args:
-        name: of the model.
-        folder: of its files.
-        tensors: of its checkpoint.
-        config: of the model.
-        dtype: to run in.
-        backend: that runs the model.
-        order: of the tokens; ``None`` = the checkpoint's.
-
     Raises:
         ValueError: weights are missing, surplus, of other shapes than the config asks for, or not finite.
     """

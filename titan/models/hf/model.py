@@ -29,13 +29,7 @@ class Attending(Protocol):
 class TransformersModel:
     """A causal language model whose modules are transformers', over paged KV; see `titan.kernels.interfaces.Model`.
 
-    Args:
-        model: with its weights on the back end's device; its modules are replaced, see `replace_modules`.
-        config: of the model.
-        attending: bound to the attention modules of ``model``.
-        dtype: of weights, activations and logits.
-        backend: that runs the attention.
-        order: of the tokens; ``None`` = the checkpoint's.
+    It is made of one with its weights on the back end's device, whose modules are replaced, see `replace_modules`.
     """
 
     weight_bits: int | None = None

@@ -24,12 +24,7 @@ PIECE = 4096
 
 
 class PackedWeight:
-    """The weights and biases of linear layers that read the same input, packed as one.
-
-    Args:
-        ops: of the model.
-        linears: plain ones; their outputs follow one another.
-    """
+    """The weights and biases of linear layers that read the same input, packed as one."""
 
     def __init__(self, ops: LayerOps, *linears: nn.Linear) -> None:
         weights: list[Tensor] = [linear.weight.detach() for linear in linears]
@@ -43,13 +38,7 @@ class PackedWeight:
 
 
 class PackedLinear(nn.Module):
-    """A linear layer with a packed weight.
-
-    Args:
-        ops: of the model.
-        linear: a plain one, whose weight may be of fewer bits than the model.
-        dtype: of the model.
-    """
+    """A linear layer with a packed weight, made of a plain one whose weight may be of fewer bits than the model."""
 
     def __init__(self, ops: LayerOps, linear: nn.Linear, dtype: torch.dtype) -> None:
         super().__init__()
@@ -66,14 +55,7 @@ class PackedLinear(nn.Module):
 
 
 class PackedEmbedding(nn.Module):
-    """The rows of an output head that is packed, as embeddings.
-
-    Args:
-        ops: of the model.
-        weight: of the head, packed.
-        size: of an embedding.
-        scale: that multiplies embeddings, in the dtype of the model; ``None``: nothing does.
-    """
+    """The rows of an output head that is packed, as embeddings, which a scale may multiply."""
 
     def __init__(self, ops: LayerOps, weight: Tensor, size: int, scale: Tensor | None) -> None:
         super().__init__()
@@ -87,13 +69,7 @@ class PackedEmbedding(nn.Module):
 
 
 class FusedNorm(nn.Module):
-    """RMSNorm over the last dimension.
-
-    Args:
-        ops: of the model.
-        weight: [size], of the model's dtype or float32; see `LayerOps.rms_norm`.
-        eps: added to the mean square.
-    """
+    """RMSNorm over the last dimension."""
 
     def __init__(self, ops: LayerOps, weight: Tensor, eps: float) -> None:
         super().__init__()
@@ -106,14 +82,7 @@ class FusedNorm(nn.Module):
 
 
 class GatedMlp(nn.Module):
-    """A gated feed-forward part.
-
-    Args:
-        ops: of the model.
-        gate_up: plain linear layers whose outputs are gate and up.
-        down: a plain linear layer.
-        activation: of the gate; ``None``: SiLU.
-    """
+    """A gated feed-forward part; its activation is SiLU if none is given."""
 
     def __init__(
         self, ops: LayerOps, gate_up: Sequence[nn.Linear], down: nn.Linear, activation: Callable[[Tensor], Tensor] | None
@@ -166,11 +135,7 @@ def fuse_mlp(ops: LayerOps, module: nn.Module, dtype: torch.dtype) -> GatedMlp |
 def fuse_embedding(ops: LayerOps, module: nn.Module, packed: Tensor, dtype: torch.dtype) -> PackedEmbedding | None:
     """Return embeddings that read a packed weight; ``None`` if the module does something else than to look up and to scale.
 
-    Args:
-        ops: of the model.
-        module: with embeddings, whose weight may be of fewer bits than the model: [num_embeddings, size].
-        packed: the weight, packed.
-        dtype: of the model.
+    Its own weight, [num_embeddings, size], may be of fewer bits than the model.
     """
     if not is_unhooked(module):
         return None

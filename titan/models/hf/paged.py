@@ -17,13 +17,7 @@ from titan.models.hf.latents import absorb
 
 
 class PagedAttention:
-    """See `titan.models.hf.model.Attending`.
-
-    Args:
-        model: with its weights; its attention modules are bound to this object.
-        config: of the model.
-        dtype: of the model.
-    """
+    """Attention that a model's modules are bound to; see `titan.models.hf.model.Attending`."""
 
     def __init__(self, model: Any, config: TransformersConfig, dtype: torch.dtype) -> None:
         self._current = Current()

@@ -132,11 +132,6 @@ def run_experts(_module: nn.Module, hidden_states: Tensor, _index: Tensor, _weig
 def read_modules(model: nn.Module, calls: list[Call], text_config: Any) -> list[ProbedModule]:
     """Return what the attention modules of a model ask for, in the order in which they run.
 
-    Args:
-        model: that ran.
-        calls: of one pass.
-        text_config: of the model.
-
     Raises:
         ValueError: a layer does what paged tree attention cannot do; names it.
     """
@@ -173,10 +168,7 @@ def _name_of_sinks(call: Call) -> str | None:
 
 
 def check_masks(calls: list[Call]) -> None:
-    """Refuse a model that builds masks itself, which would not be heard.
-
-    Args:
-        calls: of a pass for which transformers made no masks.
+    """Refuse a model that builds masks itself, given the calls of a pass for which transformers made none: it would not be heard.
 
     Raises:
         ValueError: names the attention module.

@@ -66,11 +66,7 @@ def check_quantisation(config: Any) -> None:
 
 
 def mixes_rows(found: Mapping[str, Any]) -> bool:
-    """Whether the output of a row depends on the rows beside it: LLM.int8 computes the columns apart in which any has an outlier.
-
-    Args:
-        found: from `quantisation`.
-    """
+    """Whether the output of a row depends on the rows beside it: LLM.int8 computes columns apart in which any has an outlier."""
     return bool(found.get("load_in_8bit")) and found.get("llm_int8_threshold", OUTLIERS) > 0
 
 

@@ -36,15 +36,9 @@ from titan.models.hf.widen import parts, widen, widened_in_turn
 def replace_modules(model: Any, decoder: nn.Module, ops: LayerOps, kv: KVTensor, max_positions: int, dtype: torch.dtype) -> None:
     """Replace the modules of a model, one after another, by those that run on a back end's operations.
 
-    Each is compared on random input with the one it replaces, and is not used if it differs by more than rounding.
-
-    Args:
-        model: with its weights, and with its attention bound; changed in place.
-        decoder: of the model.
-        ops: of the model.
-        kv: of the model, with one block, which is overwritten.
-        max_positions: of the model.
-        dtype: in which the model runs; in float32, weights may be of 16 bits, and are widened if they are not replaced.
+    Each is compared on random input with the one it replaces, and is not used if it differs by more than rounding. The attention of
+    the model is bound; ``kv`` has one block, which is overwritten. In float32, weights may be of 16 bits, and are widened if they
+    are not replaced.
     """
     is_narrow = dtype == torch.float32 and quantisation(model.config) is None
     all_parts = parts(model)

@@ -54,13 +54,7 @@ def find_decoder(model: Any) -> Any:
 
 
 class Head:
-    """All that a model does with the hidden states of its decoder: the output layer with its own scales and caps.
-
-    Args:
-        model: the whole model; it is not changed.
-        decoder: found by `find_decoder`.
-        device: of the model.
-    """
+    """All that a model does with the hidden states of its decoder: the output layer with its own scales and caps."""
 
     def __init__(self, model: Any, decoder: nn.Module, device: torch.device) -> None:
         path = module_path(model, decoder)

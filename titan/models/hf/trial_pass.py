@@ -19,11 +19,7 @@ NUM_TOKENS = 3
 
 
 class EchoedQueries:
-    """Operations of a model whose attention returns its queries, so that they can be compared.
-
-    Args:
-        ops: of the model.
-    """
+    """Operations of a model whose attention returns its queries, so that they can be compared."""
 
     def __init__(self, ops: LayerOps) -> None:
         self._ops = ops

@@ -23,12 +23,7 @@ def parts(model: nn.Module) -> list[nn.Module]:
 
 
 def widen(module: nn.Module, *, recurse: bool = True) -> list[tuple[Tensor, Tensor]]:
-    """Make the weights and buffers of a module float32; return those that were not, with what they were.
-
-    Args:
-        module: changed in place.
-        recurse: those of the modules inside as well.
-    """
+    """Make the weights and buffers of a module float32; return those that were not, with what they were."""
     tensors = [*module.parameters(recurse), *module.buffers(recurse)]
     narrow = [(each, each.data) for each in tensors if each.dtype in NARROW_DTYPES]
     for each, numbers in narrow:
