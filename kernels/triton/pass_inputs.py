@@ -82,8 +82,14 @@ class PackedInputs(NamedTuple):
 def _record(size: PassSize) -> np.dtype[Any]:
     """Return the layout of `PackedInputs` in memory."""
     of_tokens, of_requests = aligned(8 * size.num_tokens) // 8, aligned(4 * size.num_requests + 4) // 4
-    shapes = (np.int64, (4, of_tokens)), (np.int32, (aligned(4 * size.num_tokens) // 4,)), (np.int32, (3, of_requests))
-    return np.dtype([*zip(PackedInputs._fields, *zip(*shapes, (np.int64, (3, of_tokens)), strict=True), strict=True)])
+    return np.dtype(
+        [
+            ("of_tokens", np.int64, (4, of_tokens)),
+            ("visible_lens", np.int32, (aligned(4 * size.num_tokens) // 4,)),
+            ("of_requests", np.int32, (3, of_requests)),
+            ("node_places", np.int64, (3, of_tokens)),
+        ]
+    )
 
 
 class BlockTables:

@@ -266,10 +266,3 @@ def test_positions_past_the_table_are_an_error(tmp_path: Path) -> None:
     session.feed(random_tokens(256), 0)
     with pytest.raises(IndexError, match="positions 256 to 256 are not allowed: there are 256"):
         session.feed([3], 256)
-
-
-def test_a_decoder_that_was_not_prepared_says_so(tmp_path: Path) -> None:
-    make_model(tmp_path)
-    decoder = Decoder(load(tmp_path).config, dtype=torch.float32, backend=cpu_backend())
-    with pytest.raises(RuntimeError, match=r"call prepare\(\)"):
-        Session(decoder).feed([3], 0)

@@ -24,22 +24,20 @@ class Decoder(nn.Module):
         is_empty: leave the weights on the meta device, without memory, for the caller to replace.
     """
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        *,
-        dtype: torch.dtype,
-        backend: Backend,
-        is_empty: bool = False,
-    ) -> None:
+    # made by `prepare`
+    layer_weights: tuple[LayerWeights, ...]  # packed or plain
+    _next_norms: tuple[Tensor | None, ...]  # per layer, the norm weight applied to its output
+    head: Tensor
+
+    def __init__(self, config: DecoderConfig, *, dtype: torch.dtype, backend: Backend, is_empty: bool = False) -> None:
         super().__init__()
         self.config = config
         self.dtype = dtype
-        self.device = device = backend.device
+        self.device = backend.device
         self.ops = backend.layer_ops(dtype, config.traits)
         self.weight_bits: int | None = None
 
-        weight_device = torch.device("meta") if is_empty else device
+        weight_device = torch.device("meta") if is_empty else backend.device
 
         def empty(name: str, *shape: int) -> nn.Parameter:
             own_dtype = torch.float32 if config.family.has_wide_norms and name.endswith("_norm") else dtype
@@ -52,9 +50,6 @@ class Decoder(nn.Module):
         )
         self.final_norm = empty("final_norm", config.hidden_size)
         self.lm_head = None if "tied_embedding" in config.traits else empty("lm_head", config.vocab_size, config.hidden_size)
-        self._layer_weights: tuple[LayerWeights, ...] = ()
-        self._next_norms: tuple[Tensor | None, ...] = ()  # per layer, the norm weight applied to its output
-        self.head = torch.empty(0, dtype=dtype, device=device)
 
     def prepare(self, *, pack: bool = True, weight_bits: int | None = None, num_outputs: int | None = None) -> None:
         """Make the weights ready to run; call once, after loading.
@@ -80,24 +75,13 @@ class Decoder(nn.Module):
             layer_weights.append(LayerWeights(**parameters, rope_table=tables[rope]))
         for name in ("embedding", "lm_head") if packs else ():
             self._pack_parameter(self, name)
-        self._layer_weights = tuple(layer_weights)
+        self.layer_weights = tuple(layer_weights)
         self._next_norms = (*(weights.input_norm for weights in layer_weights[1:]), self.final_norm)
         self.head = (self.embedding if self.lm_head is None else self.lm_head).detach()[:num_outputs]
 
     def is_packable(self, parameter: str) -> bool:
         """Whether a parameter of the decoder or of a layer belongs to a linear layer: a tied embedding does, too."""
         return parameter.endswith("_weight") or parameter == ("embedding" if self.lm_head is None else "lm_head")
-
-    @property
-    def layer_weights(self) -> tuple[LayerWeights, ...]:
-        """The tensors of the layers, packed or plain.
-
-        Raises:
-            RuntimeError: `prepare` was not called.
-        """
-        if not self._layer_weights:
-            raise RuntimeError("the decoder is not ready: call prepare() after its weights are loaded")
-        return self._layer_weights
 
     @property
     def kv_layout(self) -> KVLayout:
@@ -109,9 +93,6 @@ class Decoder(nn.Module):
 
         Returns:
             The input of `logits` for the rows that need logits: [L, hidden_size].
-
-        Raises:
-            RuntimeError: `prepare` was not called.
         """
         config, ops, eps = self.config, self.ops, self.config.rms_norm_eps
         plan = ops.plan_attention(inputs.attention)

@@ -52,8 +52,8 @@ def transform_logits(
         upload: uploads arrays to the device of the logits.
     """
     scores = logits.to(torch.float32, copy=True)
-    _add_bias(scores, [each for each in requests if each.params.logit_bias], upload)
-    errors = _process(scores, [each for each in requests if each.params.logits_processors])
+    _add_bias(scores, requests, upload)
+    errors = _process(scores, requests)
     _allow(scores, [each for each in requests if each.params.allowed_token_ids], upload)
     if forbidden:
         scores[tuple(upload(_entries([(row, list(token_ids)) for row, token_ids in forbidden.items()])))] = float("-inf")
@@ -61,7 +61,7 @@ def transform_logits(
     return TransformResult(scores, errors)
 
 
-def _add_bias(scores: Tensor, requests: list[TransformedRows], upload: Upload) -> None:
+def _add_bias(scores: Tensor, requests: Sequence[TransformedRows], upload: Upload) -> None:
     biases = [(row, each.params.logit_bias) for each in requests for row in each.paths if each.params.logit_bias]
     if biases:
         added = np.array([value for _, bias in biases for value in bias.values()], np.float32)
@@ -69,7 +69,7 @@ def _add_bias(scores: Tensor, requests: list[TransformedRows], upload: Upload) -
         scores[rows, columns] += values
 
 
-def _process(scores: Tensor, requests: list[TransformedRows]) -> dict[int, str]:
+def _process(scores: Tensor, requests: Sequence[TransformedRows]) -> dict[int, str]:
     """Apply the users' processors to their rows; return their errors by row."""
     errors = {}
     for each in requests:
@@ -90,13 +90,7 @@ def _allow(scores: Tensor, requests: list[TransformedRows], upload: Upload) -> N
     if not requests:
         return
     allowed = [each.params.allowed_token_ids or [] for each in requests]
-    rows, owners, *entries = upload(
-        [
-            np.array([row for each in requests for row in each.paths], np.int64),
-            np.repeat(np.arange(len(requests)), [len(each.paths) for each in requests]),
-            *_entries(enumerate(allowed)),
-        ]
-    )
+    rows, owners, *entries = upload([*_rows(requests), *_entries(enumerate(allowed))])
     is_masked = torch.ones(len(requests), scores.shape[-1], dtype=torch.bool, device=scores.device)
     is_masked[tuple(entries)] = False
     scores[rows] = scores[rows].masked_fill(is_masked[owners], float("-inf"))
@@ -115,11 +109,9 @@ def _penalize(scores: Tensor, requests: list[TransformedRows], upload: Upload) -
     params = [each.params for each in requests]
     has_repetition = any(each.repetition_penalty != 1.0 for each in params)
     strengths = [(each.repetition_penalty, each.frequency_penalty, each.presence_penalty) for each in params]
-    num_rows = [len(each.paths) for each in requests]
     rows, owners, penalties, *entries = upload(
         [
-            np.array([row for each in requests for row in each.paths], np.int64),
-            np.repeat(np.arange(len(requests)), num_rows),
+            *_rows(requests),
             np.array(strengths, np.float32),
             *_entries(enumerate(each.output_token_ids for each in requests)),
             *_entries(enumerate(path for each in requests for path in each.paths.values())),
@@ -142,6 +134,12 @@ def _penalize(scores: Tensor, requests: list[TransformedRows], upload: Upload) -
     selected -= frequency * counts
     selected -= presence * (counts > 0)
     scores[rows] = selected
+
+
+def _rows(requests: list[TransformedRows]) -> tuple[Ints, Ints]:
+    """Return the rows of all requests, and the indices of their requests."""
+    owners = np.repeat(np.arange(len(requests)), [len(each.paths) for each in requests])
+    return np.array([row for each in requests for row in each.paths], np.int64), owners
 
 
 def _count(counts: Tensor, entries: Sequence[Tensor]) -> Tensor:
