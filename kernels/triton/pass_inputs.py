@@ -93,13 +93,7 @@ def _record(size: PassSize) -> np.dtype[Any]:
 
 
 class BlockTables:
-    """Block tables at a fixed address, as CUDA graphs need them: one for all models of an engine, whose passes come in turn.
-
-    Args:
-        num_requests: most rows.
-        num_blocks: most blocks of a row.
-        device: where the models are.
-    """
+    """Block tables at a fixed address, as CUDA graphs need them: one for all models of an engine, whose passes come in turn."""
 
     def __init__(self, num_requests: int, num_blocks: int, device: torch.device) -> None:
         self.tensor = torch.zeros(num_requests, num_blocks, dtype=torch.int32, device=device)
@@ -117,12 +111,7 @@ class BlockTables:
 
 
 class StaticInputs:
-    """Inputs that have fixed addresses for each size, as a CUDA graph needs them; all rows get logits.
-
-    Args:
-        largest: most tokens and requests, and the longest query that is attended as a verification.
-        tables: the block tables.
-    """
+    """Inputs that have fixed addresses for each size up to the largest, as a CUDA graph needs them; all rows get logits."""
 
     def __init__(self, largest: PassSize, tables: BlockTables) -> None:
         self.device = tables.tensor.device

@@ -31,15 +31,6 @@ class TritonRunner:
     Nothing else depends on whether a pass is replayed, not even rounding: a size runs padded the first time too, before it is
     captured, and every time if memory is too short to capture it, but for passes with prefill chunks, whose padding costs time.
 
-    Args:
-        backend: the one whose device the model is on.
-        model: made with this back end's `layer_ops`.
-        kv: of the model.
-        limits: of the passes.
-        tables: the block tables of these passes.
-        counts: of passes; updated.
-        capture: records passes.
-
     Raises:
         ValueError: attention heads or a block size that the kernels do not support.
     """
@@ -99,12 +90,13 @@ class TritonRunner:
         Passes with prefill chunks are captured last: memory may be short, and most passes are decodes.
         """
         idle = partial(idle_batch, block_size=self.kv.block_size)
+        one = idle([1])
         sizes = self._sizes.without_chunks()
-        passes: list[WarmUp] = [partial(self._padded_logits, idle([1]), size, specs, vocab_size) for size in sizes[:1]]
-        passes += [partial(self._padded_hidden_states, idle([1]), size) for size in sizes[1:]]
+        passes: list[WarmUp] = [partial(self._padded_logits, one, size, specs, vocab_size) for size in sizes[:1]]
+        passes += [partial(self._padded_hidden_states, one, size) for size in sizes[1:]]
         if specs:
             passes += self._chains.warm_up(specs, vocab_size)
-        passes += [partial(self._warm_up_chunks, idle([1]), size) for size in self._sizes.with_chunks()]
+        passes += [partial(self._warm_up_chunks, one, size) for size in self._sizes.with_chunks()]
         most, query_lens = self._sizes.request_counts[-1], self._query_lens_of_tiles()
         chunk = max(self._max_query_len, *query_lens) + 1  # longer than the query beside it, or it would not count as a chunk
         numbers = {max(2, min(2**i, most)) for i in range(4, max(4, most.bit_length()) + 1)}  # plans are for powers of two

@@ -70,11 +70,7 @@ def is_launchable(device: torch.device) -> bool:
 
 
 def require_launchable(name: str, device: torch.device) -> None:
-    """Reject a device on which Triton kernels of this process cannot run now.
-
-    Args:
-        name: of the argument whose device it is, for the message.
-        device: where the kernel would run.
+    """Reject the device of an argument on which Triton kernels of this process cannot run now.
 
     Raises:
         ValueError: it is neither a CUDA device nor, in the interpreter, the CPU; or it is not the current CUDA device, on which

@@ -63,9 +63,8 @@ class TritonTrees:
         positions.index_add_(0, node_rows, nodes.depths)
         if not is_sampled.all():
             walk_matches(found, sample_rows(distributions, seeds, positions))
-        if not is_sampled.any():
-            return Verified(found.paths, found.final_tokens)
-        assert trees.draft_probs is not None and trees.draft_rows is not None, "some trees were sampled"
-        draft_rows = trees.draft_rows.index_select(0, entries)
-        reject_trees(found, index, distributions, trees.draft_probs, draft_rows, seeds, positions)
+        if is_sampled.any():
+            assert trees.draft_probs is not None and trees.draft_rows is not None
+            draft_rows = trees.draft_rows.index_select(0, entries)
+            reject_trees(found, index, distributions, trees.draft_probs, draft_rows, seeds, positions)
         return Verified(found.paths, found.final_tokens)

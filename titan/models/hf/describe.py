@@ -43,11 +43,6 @@ class TransformersConfig(ModelConfig):
 def describe(source: Any, eos_token_ids: tuple[int, ...] | None = None, *, trust_remote_code: bool = False) -> TransformersConfig:
     """Read a model's config by running one token through its modules, without weights.
 
-    Args:
-        source: config of transformers; it is not changed.
-        eos_token_ids: those of the generation config, which override the model's.
-        trust_remote_code: as of `titan.core.options.ModelOptions`.
-
     Raises:
         ValueError: the model, or a feature of it, is not supported.
     """

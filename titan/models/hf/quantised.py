@@ -73,10 +73,7 @@ def mixes_rows(found: Mapping[str, Any]) -> bool:
 def cast_unquantised(model: Any, plain: nn.Module, dtype: torch.dtype) -> None:
     """Cast the weights that are not quantised, of which some quantisers leave the dtype as it is in the checkpoint.
 
-    Args:
-        model: loaded; changed in place.
-        plain: the same model as it is without quantisation; its weights are not read.
-        dtype: to run in; weights that transformers keeps in float32 stay as they are.
+    Which these are follows from the same model without quantisation. Weights that transformers keeps in float32 stay as they are.
     """
     modules: dict[str, nn.Module] = dict(model.named_modules())
     kept = [pattern.replace("*", ".*") for pattern in model._get_dtype_plan(dtype)]
