@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from titan.bench.gpu.interpreted import InterpretedBackend, eager_capture
 from titan.kernels.triton.backend import TritonBackend
-from titan.kernels.triton.cuda_graphs import cuda_graph_capture
+from titan.kernels.triton.cuda_graphs import Capture, cuda_graph_capture
 from titan.kernels.triton.tools import INTERPRETED
 
 DEVICE = torch.device("cpu") if INTERPRETED else torch.device("cuda", 0)
@@ -18,6 +20,6 @@ ON_CUDA = [pytest.mark.cuda, pytest.mark.skipif(INTERPRETED or not torch.cuda.is
 make_capture = eager_capture if INTERPRETED else cuda_graph_capture
 
 
-def triton_backend() -> TritonBackend:
+def triton_backend(capture: Callable[[], Capture] = make_capture) -> TritonBackend:
     """The back end of a CUDA device, on `DEVICE`."""
-    return InterpretedBackend() if INTERPRETED else TritonBackend(DEVICE)
+    return InterpretedBackend(capture) if INTERPRETED else TritonBackend(DEVICE, capture)

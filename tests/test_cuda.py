@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted import DEVICE, ON_CUDA, eager_capture
+from interpreted import DEVICE, ON_CUDA, eager_capture, triton_backend
 from stepping import drain, greedy, make_engine, run_all, submit
 from tiny_models import make_model
 from torch import Tensor
 from zoo import Zoo, random_prompts
 
 from titan.core.sampling_params import SamplingParams
-from titan.kernels.triton.backend import TritonBackend
 from titan.kernels.triton.cuda_graphs import cuda_graph_capture
 
 pytestmark = ON_CUDA
@@ -104,7 +103,7 @@ def test_replays_of_the_target_are_right_after_a_swap(tmp_path: Path) -> None:
     make_model(tmp_path, "llama", hidden_size=2048, intermediate_size=8192, num_hidden_layers=2)
     outputs, options = [], {"device": "cuda", "dtype": "bfloat16", "num_kv_blocks": 400}
     for make_capture in (cuda_graph_capture, eager_capture):
-        engine = make_engine(str(tmp_path), str(tmp_path), backend=TritonBackend(DEVICE, make_capture), **options)
+        engine = make_engine(str(tmp_path), str(tmp_path), backend=triton_backend(make_capture), **options)
         for _ in range(2):
             run_all(engine, PROMPTS, [greedy(20, ignore_eos=True)] * len(PROMPTS))
             engine.swap_draft(str(tmp_path))

@@ -30,7 +30,6 @@ from titan.core.trees import EMPTY_TREE, DraftTree
 from titan.kernels.growth import _lay_out_frontiers
 from titan.kernels.interfaces import PassCounts, PassLimits
 from titan.kernels.triton import cuda_graphs, streams
-from titan.kernels.triton.backend import TritonBackend
 from titan.kernels.triton.cuda_graphs import (
     CHUNKED_TOKENS,
     FEW_REQUESTS,
@@ -361,7 +360,7 @@ def test_chunks_that_cannot_be_captured_are_padded_no_more_and_other_passes_are_
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     captured, succeed, num_tokens = count(), eager_capture(), list[int]()
-    twins = Twins(folder, TritonBackend(DEVICE, lambda: lambda function: succeed(function) if next(captured) else None))
+    twins = Twins(folder, triton_backend(lambda: lambda function: succeed(function) if next(captured) else None))
     run = twins.runner.model.hidden_states
     monkeypatch.setattr(
         twins.runner.model, "hidden_states", lambda inputs, kv: (num_tokens.append(len(inputs.token_ids)), run(inputs, kv))[1]
@@ -393,7 +392,7 @@ def test_sizes_that_memory_is_too_short_for_run_without_a_graph(folder: Path, ca
         tried.append(function)
         return None if len(tried) <= 2 else succeed(function)
 
-    twins = Twins(folder, TritonBackend(DEVICE, lambda: capture))
+    twins = Twins(folder, triton_backend(lambda: capture))
     for _ in range(2):
         for shape in ([2], [1], [3, 3]):
             twins.run(twins.parts(shape))

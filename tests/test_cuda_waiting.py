@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from zoo import Zoo
 
-from titan.bench.gpu.interpreted import capture_in_name
+from titan.bench.gpu.interpreted import InterpretedBackend, capture_in_name
 from titan.core.options import EngineConfig
 from titan.core.outputs import RequestMetrics
 from titan.core.request import Request
@@ -33,7 +33,6 @@ from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.policy import MAX_CHAIN_NODES
 from titan.engine import Engine
 from titan.kernels.interfaces import PassCounts, Verified
-from titan.kernels.triton.backend import TritonBackend
 from titan.kernels.triton.tree_walk import _walk_kernel
 from titan.models.config import DecoderConfig
 from titan.models.decoder import Decoder
@@ -87,14 +86,14 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Uploads]:
         yield mode
 
 
-class Device(TritonBackend):
+class Device(InterpretedBackend):
     """A device on which kernels do nothing; a look at results finds what is made up here.
 
     Every tree that is not empty is a star, and its second node is accepted, so that KV is moved in both caches.
     """
 
     def __init__(self) -> None:
-        super().__init__(META, lambda: capture_in_name)
+        super().__init__(lambda: capture_in_name, META)
         self.num_looks = 0
         self._verify = self.trees.verify
         self.trees.verify = self._noting_sizes  # type: ignore[method-assign]

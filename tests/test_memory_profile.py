@@ -8,7 +8,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from interpreted import DEVICE, triton_backend
+from interpreted import triton_backend
 from stepping import greedy, make_engine, run_all
 from tiny_models import make_model
 from torch import Tensor
@@ -17,7 +17,6 @@ from zoo import Zoo
 from titan.core.batch import RaggedBatch
 from titan.kernels.triton.attention_plan import TileLaunch
 from titan.kernels.triton.attention_planner import TreeAttentionPlan
-from titan.kernels.triton.backend import TritonBackend
 from titan.kernels.triton.runner import TritonRunner
 
 HELD, PEAK, FREE = 300_000, 1_000_000, 1_900_000
@@ -81,7 +80,7 @@ def test_no_graph_is_captured_while_memory_is_measured(zoo: Zoo, device: Device)
     """Though the largest pass is as small as one that is replayed later."""
     make_engine(
         zoo.path("llama"),
-        backend=TritonBackend(DEVICE, lambda: MagicMock(side_effect=AssertionError)),
+        backend=triton_backend(lambda: MagicMock(side_effect=AssertionError)),
         **OPTIONS | {"max_num_batched_tokens": 15},
     )
     assert device.passes == [(15, 3, 15)]

@@ -19,7 +19,6 @@ from titan.core.batch import QueryRow
 from titan.core.kv_tensor import KVLayout, KVTensor
 from titan.core.trees import EMPTY_TREE
 from titan.kernels.interfaces import Backend, PassCounts, PassInputs
-from titan.kernels.triton.backend import TritonBackend
 from titan.kernels.triton.cuda_graphs import Replay, Replays
 from titan.kernels.triton.runner import TritonRunner
 
@@ -102,7 +101,7 @@ def failing_capture(tried: list[Callable[[], Tensor]], num_good: int = 1) -> Cal
 def test_what_was_captured_before_a_failure_is_replayed() -> None:
     """A chunk, which is not padded where it has no graph, and after it a pass that fails; another chunk is not tried."""
     tried: list[Callable[[], Tensor]] = []
-    twins = Twins.of(OtherModel, TritonBackend(DEVICE, lambda: failing_capture(tried)))
+    twins = Twins.of(OtherModel, triton_backend(lambda: failing_capture(tried)))
     for query_len in (20, 2, 20, 2, 40):
         is_chunk = query_len > LIMITS.query_len
         chunk = QueryRow(twins.tables()[0], 3, twins.tokens(query_len), True), EMPTY_TREE
@@ -113,7 +112,7 @@ def test_what_was_captured_before_a_failure_is_replayed() -> None:
 def test_a_model_that_cannot_be_captured_runs_without_graphs_and_says_why_once(caplog: pytest.LogCaptureFixture) -> None:
     """The first capture succeeds and is replayed; the second fails, for any reason; no other is tried, and all passes are right."""
     tried: list[Callable[[], Tensor]] = []
-    twins = Twins.of(OtherModel, TritonBackend(DEVICE, lambda: failing_capture(tried)))
+    twins = Twins.of(OtherModel, triton_backend(lambda: failing_capture(tried)))
     for _ in range(2):
         for query_lens in ([2], [1], [3, 3]):
             twins.run(twins.parts(query_lens))

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from titan.kernels.torch.backend import TorchBackend
+from titan.kernels.torch.cache import TorchCache
 from titan.kernels.triton.backend import TritonBackend
 from titan.kernels.triton.cuda_graphs import Capture, Replay
+
+CPU = torch.device("cpu")
 
 
 def eager_capture() -> Capture:
@@ -39,11 +44,24 @@ def capture_in_name(function: Callable[[], Tensor]) -> Replay:
 
 
 class InterpretedBackend(TritonBackend):
-    """The back end of a CUDA device, on the CPU."""
+    """The back end of a CUDA device, on the CPU: PyTorch's does what asks the device itself."""
 
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"), eager_capture)
+    def __init__(self, capture: Callable[[], Capture] = eager_capture, device: torch.device = CPU) -> None:
+        super().__init__(device, capture)
+        self._host = TorchBackend(device)
+        self.cache = TorchCache(self.upload)
+
+    def active(self) -> AbstractContextManager[None]:
+        return self._host.active()
 
     def free_memory(self) -> int:
-        """See `titan.kernels.interfaces.Backend`."""
-        return TorchBackend(self.device).free_memory()
+        return self._host.free_memory()
+
+    def utilization(self) -> float | None:
+        return self._host.utilization()
+
+    def mark(self) -> Any:
+        return self._host.mark()
+
+    def seconds_between(self, marks: Sequence[Any]) -> list[float]:
+        return self._host.seconds_between(marks)

@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 
 from titan.bench.engine_run import make_requests
 from titan.bench.gpu import random_models
-from titan.bench.gpu.interpreted import capture_in_name
+from titan.bench.gpu.interpreted import InterpretedBackend, capture_in_name
 from titan.bench.prompts import random_prompts
 from titan.bench.workloads import Lengths, take_workload
 from titan.core.options import EngineConfig
@@ -33,7 +33,6 @@ from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.registry import register
 from titan.engine import Engine
 from titan.kernels.triton import tools
-from titan.kernels.triton.backend import TritonBackend
 from titan.kernels.triton.layers import TritonOps
 from titan.kernels.triton.sampling import TritonSampling
 from titan.models.decoder import Decoder
@@ -47,11 +46,11 @@ pytestmark = [
 ]
 
 
-class IdleBackend(TritonBackend):
+class IdleBackend(InterpretedBackend):
     """Launches nothing: tensors are on the CPU, and results are made up."""
 
     def __init__(self) -> None:
-        super().__init__(torch.device("cpu"), lambda: capture_in_name)
+        super().__init__(lambda: capture_in_name)
 
     def free_memory(self) -> int:
         """See `titan.kernels.interfaces.Backend`; of memory that nothing is written to."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import pairwise, product
 from typing import Any
@@ -17,7 +16,6 @@ from titan.core.kv_tensor import KVTensor
 from titan.core.limits import MAX_NODES
 from titan.kernels.interfaces import CacheOps, KVMemory, LayerOps, PassCounts, PassLimits, Runner, SamplingOps, TreeOps, WarmUp
 from titan.kernels.torch.backend import host_by_default
-from titan.kernels.torch.cache import TorchCache
 from titan.kernels.torch.layers import TorchOps
 from titan.kernels.torch.runner import TorchRunner
 from titan.kernels.triton.attention_plan import BLOCK_SIZES, MAX_REQUESTS
@@ -65,14 +63,13 @@ class TritonBackend:
         self._capture = capture
         self._tables: dict[tuple[int, int], BlockTables] = {}  # by shape: those of target and draft are the same
         sampling = TritonSampling(self.upload)
-        self.cache: CacheOps = CudaCache(self.upload, device) if device.type == "cuda" else TorchCache(self.upload)
+        self.cache: CacheOps = CudaCache(self.upload, device)
         self.sampling: SamplingOps = sampling
         self.trees: TreeOps = TritonTrees(device, self.upload, sampling)
 
     def active(self) -> AbstractContextManager[None]:
         # the caller, another engine or another thread, which runs the next step, may have another device and stream
-        stream = torch.cuda.stream(torch.cuda.default_stream(self.device)) if self.device.type == "cuda" else nullcontext()
-        return host_by_default(stream)
+        return host_by_default(torch.cuda.stream(torch.cuda.default_stream(self.device)))
 
     def check_limits(self, *, block_size: int, max_batch_size: int) -> None:
         if block_size not in BLOCK_SIZES:
@@ -103,8 +100,6 @@ class TritonBackend:
         return torch.cuda.mem_get_info(self.device)[0]
 
     def utilization(self) -> float | None:
-        if self.device.type != "cuda":
-            return None
         try:
             return torch.cuda.utilization(self.device) / 100
         except Exception:  # noqa: BLE001 - the library that asks may be missing, or the device may not tell
@@ -129,15 +124,11 @@ class TritonBackend:
         return download(tensors)
 
     def mark(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def seconds_between(self, marks: Sequence[Any]) -> list[float]:
-        if self.device.type != "cuda":
-            return [after - before for before, after in pairwise(marks)]
         marks[-1].synchronize()
         return [before.elapsed_time(after) / 1e3 for before, after in pairwise(marks)]
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from back_ends import make_back_end
-from interpreted import DEVICE
+from interpreted import triton_backend
 from proposals import assert_same_trees, filled
 from stepping import greedy, make_engine, run_all
 from twins import GrowthTwins
@@ -21,7 +21,6 @@ from titan.core.sampling_params import SamplingParams
 from titan.core.trees import chain_parents
 from titan.kernels.interfaces import PassCounts
 from titan.kernels.triton import draft_chain
-from titan.kernels.triton.backend import TritonBackend
 from titan.kernels.triton.cuda_graphs import Replays
 from titan.kernels.triton.draft_chain import DraftChains
 
@@ -134,7 +133,7 @@ def test_slots_without_blocks_and_positions_without_rotations_are_refused(zoo: Z
 
 
 def test_chains_grow_without_graphs_where_memory_is_too_short(zoo: Zoo) -> None:
-    twins = GrowthTwins(zoo.path("eight"), 8, TritonBackend(DEVICE, lambda: lambda passes: None))
+    twins = GrowthTwins(zoo.path("eight"), 8, triton_backend(lambda: lambda passes: None))
     for _ in range(2):
         assert_grown(twins, feeds_at(twins, (20, 31), chains(6, 3)))
         assert_grown(twins, feeds_at(twins, (20, 31), beams(6, 3)))
