@@ -39,24 +39,21 @@ def note_verification(
     all_parents, all_scores = trees.nodes.parents.tolist(), trees.nodes.scores.tolist()
     is_sampled, has_scores = trees.is_sampled.tolist(), trees.has_scores.tolist()
     first_scores = [nan] * len(plan.requests) if growth is None else growth.first_scores.tolist()
-    for i, (request, path) in enumerate(zip(plan.requests, acceptance.paths, strict=True)):
-        first, end, history = starts[i], starts[i + 1], request.draft_history
-        is_sure = isnan(first_scores[i])
+    rows = zip(plan.requests, acceptance.paths, starts[:-1], starts[1:], is_sampled, has_scores, first_scores, strict=True)
+    for request, path, first, end, was_sampled, was_scored, first_score in rows:
+        is_sure = isnan(first_score)
         if first == end and is_sure:
             continue
-        counts: tuple[AcceptanceCounts, ...] = ()
-        if fleet is not None:
-            counts = _counts(request, fleet)
-            for each in counts:
-                each.note_draft(1.0 if is_sure else exp(first_scores[i]))
+        counts = () if fleet is None else _counts(request, fleet)
+        for each in counts:
+            each.note_draft(1.0 if is_sure else exp(first_score))
         if first == end:
             continue
         parents = all_parents[first:end]
-        if is_sampled[i]:
-            _note_children(history, parents, path)
-        scores = all_scores[first:end] if has_scores[i] else None
-        if counts or scores is not None:
-            _note_first_children(request, parents, scores, path, counts, is_sure)
+        if was_sampled:
+            _note_children(request.draft_history, parents, path)
+        if counts or was_scored:
+            _note_first_children(request, parents, all_scores[first:end] if was_scored else None, path, counts, is_sure)
 
 
 def note_review(request: Request, review: Review, fleet: AcceptanceCounts) -> None:
@@ -122,18 +119,19 @@ def _note_first_children(
     is_sure: bool,
 ) -> None:
     """Record whether the first, most likely child of each node that verification reached was accepted."""
-    surprises, score = list[float](), 0.0
-    for node, child in zip([-1, *path], [*path, -1], strict=True):
+    surprises, node, score, confidence = list[float](), -1, 0.0, 1.0
+    for child in (*path, -1):
         try:
             first = parents.index(node)
         except ValueError:  # a leaf
             break
-        confidence, is_accepted = 1.0, first == child
+        is_accepted = first == child
         if scores is not None:
             confidence = exp(scores[first] - score)
             surprises.append(is_accepted - confidence)
             score = scores[child]
         for each in counts:
             each.note(1.0 if is_sure else confidence, is_accepted)
+        node = child
     if surprises:
         request.draft_history.note_surprises(score_temperature(request), surprises)

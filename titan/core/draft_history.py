@@ -13,8 +13,11 @@ PRIOR_ACCEPTANCE = (0.75, 0.12, 0.06, 0.03)
 """Initial acceptance by sibling rank: the share of nodes whose child of that rank is accepted. Low enough for later siblings that
 trees of six nodes start as chains."""
 
-FIRST_CALIBRATION_RATE, LAST_CALIBRATION_RATE = 2.0, 0.3
-"""How far a surprise of 1 moves the logarithm of the temperature: far at first, less once it is about right."""
+CALIBRATION_RATE = 0.3
+"""How far a surprise of 1 moves the logarithm of the temperature once that is about right."""
+
+FURTHER_AT_FIRST = tuple(2.0 / (1 + num_before / 2) - CALIBRATION_RATE for num_before in range(12))
+"""How much further the first surprises of 1 move it."""
 
 CALIBRATED_CONFIDENCES = 4
 """Number of observations that a temperature that others have found counts as."""
@@ -112,11 +115,10 @@ class DraftHistory:
             start: the initial temperature.
             surprises: of each child: whether it was accepted, less its probability at the temperature at which it was drafted.
         """
-        step = 0.0
-        for num_before, surprise in enumerate(surprises, self.num_confidences):
-            rate = FIRST_CALIBRATION_RATE / (1 + num_before / 2)
-            step -= surprise * (rate if rate > LAST_CALIBRATION_RATE else LAST_CALIBRATION_RATE)
-        self.move_temperature(start, exp(step), len(surprises))
+        step = CALIBRATION_RATE * sum(surprises)
+        for further, surprise in zip(FURTHER_AT_FIRST[self.num_confidences :], surprises, strict=False):
+            step += further * surprise
+        self.move_temperature(start, exp(-step), len(surprises))
 
     def move_temperature(self, start: float, factor: float, num_confidences: int) -> None:
         """Multiply the temperature.
@@ -127,4 +129,5 @@ class DraftHistory:
             num_confidences: probabilities that it was found by.
         """
         self.num_confidences += num_confidences
-        self.temperature = min(max((self.temperature or start) * factor, MIN_TEMPERATURE), MAX_TEMPERATURE)
+        moved = (self.temperature or start) * factor
+        self.temperature = MIN_TEMPERATURE if moved < MIN_TEMPERATURE else moved if moved < MAX_TEMPERATURE else MAX_TEMPERATURE
