@@ -134,6 +134,10 @@ class DraftModelDrafter:
     def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
         """Do nothing: what verification says about the draft is in the requests' histories."""
 
+    def _may_draft(self, request: Request) -> bool:
+        """Whether a request may draft once its tokens are computed."""
+        return self._budget(request, request.most_drafts(self.max_draft_tokens)) > 0
+
     def _budget(self, request: Request, budget: int) -> int:
         """Return the draft budget of a request, lowered to what the draft's own context length leaves."""
         num_left = self.max_len - len(request.token_ids)
@@ -141,17 +145,16 @@ class DraftModelDrafter:
 
     def _feeds(self, plan: StepPlan) -> list[Feed]:
         """Return the feeds of a step: the committed tokens that the draft lacks, first come, first served."""
-        left, table = self.max_num_batched_tokens, plan.block_table
+        left, table, is_host = self.max_num_batched_tokens, plan.block_table, self.context.backend.is_host
         feeds = []
         for i, (request, num_tokens) in enumerate(zip(plan.requests, plan.num_tokens, strict=True)):
             budget, start = self._budget(request, plan.draft_budgets[i]), request.num_drafted_context
-            may_draft = self._budget(request, request.most_drafts(self.max_draft_tokens)) > 0
-            is_wanted = may_draft and (budget > 0 or (plan.drafts_prompts and not plan.reaches_root(i)))
+            is_wanted = budget > 0 or (plan.drafts_prompts and not plan.reaches_root(i) and self._may_draft(request))
             end = min(request.num_computed_tokens + num_tokens, start + left)
             if is_wanted and end > start:
                 grows = budget > 0 and end == len(request.token_ids)
                 # a device runs prefill chunks from a graph only if no tree behind them branches
-                prefers_chain = num_tokens + budget > 1 + self.max_draft_tokens and not self.context.backend.is_host
+                prefers_chain = num_tokens + budget > 1 + self.max_draft_tokens and not is_host
                 options = request, budget, plan.num_slots[i], plan.worths.get(i)
                 spec = self.policy.spec(*options, prefers_chain=prefers_chain) if grows else None
                 feeds.append(Feed(i, request.block_ids, start, self._known(request.token_ids[start:end]), spec, table))

@@ -40,7 +40,7 @@ def accept(backend: Backend, plan: StepPlan, trees: DraftTrees, start_loc: Ints,
     if looking:
         host_trees = trees.on_host(backend.download(trees.nodes)) if counts[looking].max() > 1 else None
         used, errors = transform_rows(logits, requests, host_trees, start_loc, backend.upload)
-    sampling = SamplingRows.of((requests[i].params, requests[i].seed, requests[i].num_tokens) for i in reached)
+    sampling = SamplingRows.of([(requests[i].params, requests[i].seed, requests[i].num_tokens) for i in reached])
     verified = backend.trees.verify(used, trees, rows, sampling)
 
     if host_trees is None and not trees.num_nodes:

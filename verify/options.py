@@ -20,7 +20,7 @@ NO_TOKENS = np.zeros(0, np.int64)
 
 def looks_at_prefix(request: Request) -> bool:
     """Whether the options of a request look at drafted prefixes in this step."""
-    return request.has_transforms or _holds_stops_back(request)
+    return request.has_transforms or (request.params.min_tokens > 0 and _holds_stops_back(request))
 
 
 def transform_rows(
@@ -77,8 +77,7 @@ def explain_row(request: Request, logits: Tensor, transformed: Tensor) -> str:
 
 
 def _holds_stops_back(request: Request) -> bool:
-    min_tokens = request.params.min_tokens
-    return min_tokens > 0 and request.num_output_tokens < min_tokens and bool(request.stop_token_ids)
+    return request.num_output_tokens < request.params.min_tokens and bool(request.stop_token_ids)
 
 
 def _last_of_bad_words(output: list[int], words: Iterable[tuple[int, ...]]) -> Iterator[int]:

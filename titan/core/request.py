@@ -144,10 +144,13 @@ class Request:
 
     def most_drafts(self, most: int) -> int:
         """Return how many nodes it may draft if others may draft ``most``: the last token that it emits needs none."""
-        if not self.params.may_draft:
+        params = self.params
+        if not params.may_draft:
             return 0
-        own = self.params.max_draft_tokens
-        return max(0, min(most if own is None else min(most, own), self.num_remaining_tokens - 1))
+        if params.max_draft_tokens is not None:
+            most = min(most, params.max_draft_tokens)
+        num_left = self.num_remaining_tokens - 1
+        return most if most <= num_left else max(0, num_left)
 
     def prompt_logits(self, num_tokens: int) -> range:
         """Return which of the next ``num_tokens`` positions still need logits, for the logprobs of the prompt tokens after them."""

@@ -36,7 +36,7 @@ class SamplingRows:
     def of(cls, rows: Iterable[tuple[SamplingParams, int, int]]) -> SamplingRows:
         """Build the rows from the parameters, seed and position of each; if all are greedy, nothing else is said of them."""
         rows = list(rows)
-        if all(params.is_greedy for params, _, _ in rows):
+        if not any(params.temperature for params, _, _ in rows):
             return cls(np.zeros(len(rows), OPTIONS))
         options = [(each.temperature, each.top_p, each.min_p, each.top_k, seed, position) for each, seed, position in rows]
         return cls(np.array(options, OPTIONS))

@@ -18,7 +18,7 @@ def target_batch(plan: StepPlan, trees: DraftTrees, *, block_size: int) -> Ragge
         token_ids, end = request.token_ids, start + num_tokens
         row_tokens.append(token_ids[start:end])
         needs_logits.append(end == len(token_ids))
-        positions = request.prompt_logits(num_tokens)
+        positions = range(0) if request.prompt_logprobs is None else request.prompt_logits(num_tokens)
         prompt_logits.append(range(positions.start - start, positions.stop - start) if positions else positions)
     return join_rows(plan.block_table, starts, row_tokens, needs_logits, prompt_logits, trees=trees, block_size=block_size)
 

@@ -143,15 +143,22 @@ class KVCache:
         Returns:
             Whether it covers them; if the pool has too few free blocks, nothing changes.
         """
-        num_new = self._num_blocks_of(num_slots) - len(request.block_ids)
-        if num_new <= 0:
+        if len(request.block_ids) * self.block_size >= num_slots:
             return True
+        num_new = self._num_blocks_of(num_slots) - len(request.block_ids)
         if num_new > self.pool.num_free:
             return False
         block_ids = self._allocate(num_new, request.block_ids[-1] if request.block_ids else -1)
         request.extend_blocks(block_ids)
         self._new_blocks.update(block_ids)
         return True
+
+    def reserve_most(self, request: Request, num_slots: int) -> int:
+        """Extend the block table to ``num_slots`` slots, or to as many as blocks are free for; return how many of them it covers."""
+        if not self.reserve(request, num_slots):
+            num_slots = self.most_slots(request)
+            self.reserve(request, num_slots)
+        return num_slots
 
     def clear_new_blocks(self) -> None:
         """Zero the blocks reserved since the last call, before a pass: attention multiplies their content by zero weights."""
@@ -190,14 +197,14 @@ class KVCache:
 
     def roll_back(self, request: Request) -> None:
         """Release the blocks behind the committed tokens, after the request's counters have advanced."""
-        if len(request.block_ids) > (num_blocks := self._num_blocks_of(request.num_computed_tokens)):
+        if len(request.block_ids) > (num_blocks := -(-request.num_computed_tokens // self.block_size)):
             self.pool.release(request.roll_back(num_blocks))
 
     def cache_full_blocks(self, request: Request) -> None:
         """Register the full blocks of committed tokens in the prefix cache, and mark those that the draft covers."""
         num_full_blocks = request.num_computed_tokens // self.block_size
         num_drafted_blocks = min(request.num_drafted_context // self.block_size, num_full_blocks)
-        is_known = (request.num_cached_blocks, request.num_draft_marked_blocks) == (num_full_blocks, num_drafted_blocks)
+        is_known = request.num_cached_blocks == num_full_blocks and request.num_draft_marked_blocks == num_drafted_blocks
         if is_known or not self.pool.enable_caching:
             return
         new = request.block_ids[request.num_cached_blocks : num_full_blocks]

@@ -124,13 +124,14 @@ class RowChooser:
 
     def _add_drafts(self) -> None:
         """Let the rows that reach their roots draft, the first ones first, as far as there are tokens and free blocks."""
-        plan, kv = self._plan, self._kv
-        for i, request in enumerate(plan.requests if self._max_draft_tokens else ()):
-            num_drafts = min(request.most_drafts(self._max_draft_tokens), self._budget)
-            if num_drafts and plan.reaches_root(i):
-                plan.draft_budgets[i] = min(num_drafts, kv.most_slots(request) - request.num_tokens)
-                kv.reserve(request, request.num_tokens + plan.draft_budgets[i])
-                self._budget -= plan.draft_budgets[i]
+        plan = self._plan
+        for i in plan.emitting_rows() if self._max_draft_tokens else ():
+            request = plan.requests[i]
+            if num_drafts := min(request.most_drafts(self._max_draft_tokens), self._budget):
+                num_tokens = request.num_tokens
+                num_drafts = self._kv.reserve_most(request, num_tokens + num_drafts) - num_tokens
+                plan.draft_budgets[i] = num_drafts
+                self._budget -= num_drafts
 
     def _join(self) -> Shortage | None:
         """Start waiting requests as long as there is room for them; return what the next one lacks."""

@@ -352,7 +352,9 @@ def _count(
 
 def _count_depths(counts: list[int], depths: Sequence[int]) -> None:
     """Add one to ``counts[d - 1]`` for each depth d."""
+    num_depths = len(counts)
     for depth in depths:
-        if depth > len(counts):
-            counts.extend([0] * (depth - len(counts)))
+        if depth > num_depths:
+            counts.extend([0] * (depth - num_depths))
+            num_depths = depth
         counts[depth - 1] += 1
