@@ -28,7 +28,7 @@ from titan.bench.gpu.interpreted import InterpretedBackend, capture_in_name
 from titan.bench.prompts import random_prompts
 from titan.bench.workloads import Lengths, take_workload
 from titan.core.options import EngineConfig
-from titan.core.trees import DraftTree
+from titan.core.trees import NODE_DTYPES, DraftTree
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.registry import register
 from titan.engine import Engine
@@ -46,6 +46,18 @@ pytestmark = [
 ]
 
 
+def _chain_columns() -> list[NDArray[Any]]:
+    """Return the columns of the nodes of a chain whose tokens are all 0."""
+    chain, nodes = DraftTree.chain([0] * NUM_DRAFTS), np.arange(NUM_DRAFTS)
+    of_chain = chain.token_ids, chain.parents, chain.topology.depths, chain.topology.ancestor_bits, 0 * nodes
+    columns = zip((*of_chain, np.minimum(nodes, NUM_DRAFTS - 2)), NODE_DTYPES, strict=True)
+    return [torch.tensor(column, dtype=dtype).numpy() for column, dtype in columns]
+
+
+CHAIN_COLUMNS = _chain_columns()
+"""What `titan.core.trees.NodeColumns` has of each tree."""
+
+
 class IdleBackend(InterpretedBackend):
     """Launches nothing: tensors are on the CPU, and results are made up."""
 
@@ -57,15 +69,12 @@ class IdleBackend(InterpretedBackend):
         return 1 << 40
 
     def download(self, tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
-        """Return paths, final tokens and, if there are trees, the columns of their nodes."""
-        paths, final_tokens, *nodes = (np.zeros(tensor.shape, tensor.numpy().dtype) for tensor in tensors)
-        paths -= 1
+        """Copy the tensors, then return paths, final tokens and, if there are trees, the columns of their nodes."""
+        paths, final_tokens, *nodes = super().download(tensors)
+        paths[:], final_tokens[:] = -1, 0
         if nodes and len(nodes[0]):
-            paths[:, : NUM_DRAFTS // 2] = np.arange(NUM_DRAFTS // 2)
-            chain = DraftTree.chain([0] * NUM_DRAFTS)
-            of_chain = chain.token_ids, chain.parents, chain.topology.depths, chain.topology.ancestor_bits, np.zeros(NUM_DRAFTS)
-            columns = (*of_chain, np.minimum(np.arange(NUM_DRAFTS), NUM_DRAFTS - 2))
-            nodes = [np.concatenate([column] * len(paths)).astype(each.dtype) for column, each in zip(columns, nodes, strict=True)]
+            paths[:, : NUM_DRAFTS // 2] = range(NUM_DRAFTS // 2)
+            nodes = [np.tile(column, len(paths)) for column in CHAIN_COLUMNS]
         return [paths, final_tokens, *nodes]
 
 
