@@ -37,7 +37,7 @@ class Chains(NamedTuple):
 
     @classmethod
     def of(cls, feeds: Sequence[Feed], roots: Ints) -> Chains:
-        """Collect the chains of feeds with a spec, whose roots have these positions."""
+        """Collect the chains of feeds with a spec, whose roots have these positions; beams have equal numbers of children."""
         specs = [feed.spec for feed in feeds if feed.spec is not None]
         return cls(
             rows=np.array([feed.row for feed in feeds]),
@@ -46,7 +46,7 @@ class Chains(NamedTuple):
             num_nodes=np.array([spec.num_nodes for spec in specs]),
             is_greedy=np.array([isinstance(spec, ShapeSpec) for spec in specs]),
             temperatures=np.array([spec.temperature if isinstance(spec, BeamSpec) else 1 for spec in specs], np.float32),
-            num_children=max(map(children_per_node, specs)),
+            num_children=next((spec.num_children for spec in specs if isinstance(spec, BeamSpec)), 1),
         )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import takewhile
 
 import numpy as np
 
@@ -154,7 +153,7 @@ class KVCache:
         return True
 
     def reserve_most(self, request: Request, num_slots: int) -> int:
-        """Extend the block table to ``num_slots`` slots, or to as many as blocks are free for; return how many of them it covers."""
+        """Extend the block table to ``num_slots`` slots, or to as many as blocks are free for; return how many it covers."""
         if not self.reserve(request, num_slots):
             num_slots = self.most_slots(request)
             self.reserve(request, num_slots)
@@ -183,8 +182,8 @@ class KVCache:
             if not path:
                 continue
             drafted = [draft_slots[first_node + node] for node in path]
-            if min(drafted) < 0:  # the draft may have no KV of the path's end
-                drafted = list(takewhile((0).__le__, drafted))
+            if -1 in drafted:  # the draft may have no KV of the path's end
+                del drafted[drafted.index(-1) :]
             request.cover_draft(len(drafted))
             first_slot = request.num_computed_tokens + num_tokens  # of the nodes
             if path[-1] != len(path) - 1:  # nodes come after their parents
