@@ -172,8 +172,8 @@ def launch(
     tree_attention(q, kv_layer, plan, AttentionSpec(0.1, window, softcap, value_dim), sinks)
 """
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
-OPTIONS = "window=40, softcap=30.0, block_size=32"
-SINKS = "window=128, has_sinks=True"
+OPTIONS = "window=40, softcap=30.0, block_size=32, num_requests=128"
+SINKS = "window=128, has_sinks=True, num_requests=1024"
 NARROW = "window=Chunk(8192), has_sinks=True, value_dim=128"
 LATENT = "value_dim=512, num_planes=1, num_heads=4, num_kv_heads=1"
 
@@ -234,7 +234,6 @@ QUANTISED = [
 def builds() -> list[Build]:
     """One process for all, which takes seconds to start. The last two are on a device that the table does not know."""
     lines = [launch.line for launch in (*launches_of_each_kind(), *QUANTISED)]
-    lines += [f"launch(64, torch.bfloat16, 8, 512, window=5, num_requests={number})" for number in (128, 1024)]
     lines += ["import titan.kernels.triton.tuning as tuning", "tuning.TABLE.clear()"]
     lines += [f"launch({head_dim}, torch.bfloat16, 16, 16)" for head_dim in (128, 256)]
     return compile_launches(OTHERS + ATTENTION + "\n".join(lines))
