@@ -149,8 +149,7 @@ class Request:
             return 0
         if params.max_draft_tokens is not None:
             most = min(most, params.max_draft_tokens)
-        num_left = self.num_remaining_tokens - 1
-        return most if most <= num_left else max(0, num_left)
+        return max(0, min(most, self.num_remaining_tokens - 1))
 
     def prompt_logits(self, num_tokens: int) -> range:
         """Return which of the next ``num_tokens`` positions still need logits, for the logprobs of the prompt tokens after them."""
