@@ -122,26 +122,26 @@ class Policy(Protocol):
     """What decides in a step: the controller, or a rule to compare it with."""
 
     fleet: AcceptanceCounts
-
-    def repeats(self) -> bool: ...
+    num_repeats: int
 
     def rest(self, num_requests: int, num_rows: int, num_new: int) -> bool: ...
 
     def observe_rest(self, load: Load, num_requests: int, outcome: Outcome) -> None: ...
 
+    def repeat_rest(self, num_steps: int) -> None: ...
+
     def choose(self, load: Load) -> Decision: ...
 
     def observe(self, outcome: Outcome) -> None: ...
+
+    def observe_repeats(self, outcomes: Sequence[Outcome]) -> None: ...
 
 
 class Fixed:
     """Each request drafts as many nodes in each step; the last number is that of all further requests."""
 
     def __init__(self, *num_nodes: int) -> None:
-        self.num_nodes, self.fleet = num_nodes, AcceptanceCounts()
-
-    def repeats(self) -> bool:
-        return False
+        self.num_nodes, self.fleet, self.num_repeats = num_nodes, AcceptanceCounts(), 0
 
     def rest(self, num_requests: int, num_rows: int, num_new: int) -> bool:
         return False
@@ -155,8 +155,14 @@ class Fixed:
         num_nodes = [min(count, each.max_nodes) for count, each in zip(counts, load.candidates, strict=True)]
         return Decision(num_nodes, num_nodes, [None] * n)
 
+    def repeat_rest(self, num_steps: int) -> None:
+        raise NotImplementedError
+
     def observe(self, outcome: Outcome) -> None:
         pass
+
+    def observe_repeats(self, outcomes: Sequence[Outcome]) -> None:
+        raise NotImplementedError
 
 
 class Run(NamedTuple):
@@ -189,6 +195,8 @@ class Fleet:
     has_drafted: bool = False
     before: list[Text] = field(default_factory=list)  # those of the last step, if each had one row
     decision: Decision | None = None  # of the last step; None: it was a rest
+    num_repeats: int = 0  # next steps that may do as it, if they are of the same texts
+    repeated: list[Outcome] = field(default_factory=list)  # of those that did, which the policy was not told of
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
@@ -212,7 +220,12 @@ class Fleet:
         num_ending = sum(text.num_prefill for text in texts)
         num_rows = n + self.chunk + num_ending
         is_alike = self.before == texts and num_rows == n
-        repeats = is_alike and self._allows_decision() and policy.repeats()
+        is_alike = is_alike and self._allows_decision()
+        if not (is_alike and self.num_repeats):
+            self._tell_repeats(policy)
+            self.num_repeats = policy.num_repeats if is_alike else 0
+        repeats = self.num_repeats > 0
+        self.num_repeats -= repeats
         self.before = texts[:] if num_rows == n else []
         optimum = getattr(policy, "optimum", None)
         if not repeats:
@@ -224,8 +237,11 @@ class Fleet:
             seconds = self._noisy(machine.host(n, 0)) + target_seconds
             for text in texts:
                 text.advance(1, False, self.rng)
-            if not repeats:
-                policy.observe_rest(load, n, Outcome(0, 0, 0, 0, seconds, 0.0, target_seconds))
+            outcome = Outcome(0, 0, 0, 0, seconds, 0.0, target_seconds)
+            if repeats:
+                self.repeated.append(outcome)
+            else:
+                policy.observe_rest(load, n, outcome)
             return n, seconds, 0
         decision = self.decision
         deciding = machine.deciding[optimum is not getattr(policy, "optimum", None)] if optimum else 0.0
@@ -258,8 +274,19 @@ class Fleet:
             emitted += 1 + length
             text.advance(1 + length, bool(chain), self.rng)
         passes = num_passes, draft_rows
-        policy.observe(Outcome(total, emitted - n, *passes, seconds, draft_seconds, target_seconds, deciding, *review))
+        outcome = Outcome(total, emitted - n, *passes, seconds, draft_seconds, target_seconds, deciding, *review)
+        if repeats:
+            self.repeated.append(outcome)
+        else:
+            policy.observe(outcome)
         return emitted, seconds + deciding, total
+
+    def _tell_repeats(self, policy: Policy) -> None:
+        if self.repeated and self.decision is None:
+            policy.repeat_rest(len(self.repeated))
+        elif self.repeated:
+            policy.observe_repeats(self.repeated)
+        self.repeated = []
 
     def _allows_decision(self) -> bool:
         if self.decision is None:

@@ -226,19 +226,18 @@ def test_decisions_are_repeated_only_for_requests_that_may_draft_as_much(
 ) -> None:
     """Each ends at another step, and drafts less and less before it; drafts may be sampled; or the length of the draft ends."""
     Machine(monkeypatch, {0: 0.01})
-    engine, repeats, found = adaptive_engine(zoo, draft, **AMPLE | {"draft_sampling": "auto"}), Controller.repeats, Counter[bool]()
-    drafter = engine.drafter
-    assert isinstance(drafter, DraftModelDrafter)
+    engine, found = adaptive_engine(zoo, draft, **AMPLE | {"draft_sampling": "auto"}), Counter[bool]()
+    adaptive, drafter = engine.adaptive, engine.drafter
+    assert adaptive is not None and isinstance(drafter, DraftModelDrafter)
 
-    def note(controller: Controller) -> bool:
-        is_repeated = repeats(controller)
-        if is_repeated and controller.optimum.drafts:
-            for request, count in zip(engine.scheduler.running, controller._decision.num_nodes, strict=True):
+    def note(plan: StepPlan, _: Acceptance) -> None:
+        is_repeated = adaptive._repeats and adaptive.controller.optimum.drafts
+        if is_repeated:
+            for request, count in zip(plan.requests, adaptive.controller._decision.num_nodes, strict=True):
                 assert min(request.num_remaining_tokens - 1, drafter.max_len - request.num_tokens) >= count > 0
-        found[is_repeated and controller.optimum.drafts] += 1
-        return is_repeated
+        found[is_repeated] += 1
 
-    monkeypatch.setattr(Controller, "repeats", note)
+    engine.observers.append(note)
     limits = [72, 76, 80]
     params = [SamplingParams(temperature=temperature, max_tokens=limit, ignore_eos=True) for limit in limits]
     output = run_all(engine, [prompt[:9] for prompt in PROMPTS[:3]], params)
@@ -265,7 +264,7 @@ def test_new_requests_start_at_the_temperature_that_repeated_steps_showed(zoo: Z
     for prompt in PROMPTS[:4]:
         run_all(engine, [prompt], [greedy(60, ignore_eos=True)])
     assert engine.adaptive is not None
-    assert num_followed + engine.adaptive._num_unfollowed == num_drafting > 40
+    assert num_followed + engine.adaptive._num_unfollowed + len(engine.adaptive._repeated) == num_drafting > 40
 
 
 def test_what_a_drafter_without_a_model_takes_counts(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,14 +284,9 @@ def test_a_drafter_that_is_not_fed_repeats_decisions(zoo: Zoo, monkeypatch: pyte
     Machine(monkeypatch, target=lambda rows: 1 + rows / 1e3)
     drafter = replaying(zoo, [80] * 3)
     engine, repeats = make_engine(zoo.path("llama"), drafter, speculation="adaptive", **AMPLE), Counter[bool]()
-    repeat = Controller.repeats
-
-    def note(controller: Controller) -> bool:
-        is_repeated = repeat(controller)
-        repeats[is_repeated and controller.optimum.drafts] += 1
-        return is_repeated
-
-    monkeypatch.setattr(Controller, "repeats", note)
+    adaptive = engine.adaptive
+    assert adaptive is not None
+    engine.observers.append(lambda *_: repeats.update([adaptive._repeats and adaptive.controller.optimum.drafts]))
     assert run_all(engine, PROMPTS[:3], [greedy(80, ignore_eos=True)] * 3) == written(zoo, [80] * 3)
     assert repeats[True] > repeats[False]
 

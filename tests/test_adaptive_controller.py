@@ -12,7 +12,7 @@ import pytest
 from adaptive_simulator import MACHINES, Fixed, Fleet, Machine, Policy, Text, compare, controller_of, expected_rate, gain_of_fixed
 from adaptive_traffic import against_off
 
-from titan.adaptive.controller import IDLE_FADE, LEARNED_TOGETHER, PLAIN_GAIN, PLAIN_STEPS, Controller
+from titan.adaptive.controller import IDLE_FADE, PLAIN_GAIN, PLAIN_STEPS, REPEATS_SECONDS, Controller
 from titan.adaptive.costs import Costs
 from titan.adaptive.load import Candidate, Load, Outcome
 from titan.adaptive.optimum import DEBT_STEPS, Prices, best
@@ -248,7 +248,10 @@ def test_requests_that_teach_nothing_are_compared_for_as_rarely_as_others() -> N
             controller.fleet.num_drafts = 20.0
         found = 0
         for _ in range(200):
-            found += not controller.repeats() and not controller.rest(4, 4) and controller.choose(load).drafts
+            if controller.num_repeats:
+                controller.observe_repeats([drafting])
+                continue
+            found += not controller.rest(4, 4) and controller.choose(load).drafts
             controller.observe(drafting if controller.optimum.drafts else plain)
         num_comparisons.append(found)
     assert num_comparisons[1] < 1.5 * num_comparisons[0]
@@ -373,7 +376,8 @@ def test_what_rests_cost_is_followed_and_drafts_of_before_count_less() -> None:
     for step in range(300):
         if step == 100:
             before, drafts_before, num_rests = controller.costs.plain_seconds(load), load.candidates[0].counts.num_drafts, 0
-        if controller.repeats():
+        if controller.num_repeats:
+            controller.repeat_rest(1)
             num_rests += 1
         elif controller.rest(8, 8):
             num_rests += 1
@@ -394,7 +398,8 @@ def test_steps_like_a_rest_pass_until_something_changes_or_a_probe_is_due() -> N
     found, num_rested = Counter[str](), 0
     for step in range(400):
         is_changed, was_due = step % 50 == 49, controller.is_probe_due  # then there is a prompt, too
-        if not is_changed and controller.repeats():
+        if not is_changed and controller.num_repeats:
+            controller.repeat_rest(1)
             assert not was_due
             found["repeats"] += 1
             num_rested += 1
@@ -428,14 +433,15 @@ def test_steps_that_draft_are_repeated_between_comparisons(num_missing: int) -> 
     controller, found, in_a_row = controller_of(BIG), Counter[str](), 0
     load, drafting, plain = four_requests(num_missing)
     for _ in range(800):
-        if controller.repeats():
+        if controller.num_repeats:
+            controller.observe_repeats([drafting])
             found["repeats"], in_a_row = found["repeats"] + 1, in_a_row + 1
         else:
             assert not controller.rest(4, 4)
             drafts, in_a_row = controller.choose(load).drafts, 0
             found["drafts" if drafts else "plain"] += 1
+            controller.observe(drafting if drafts else plain)
         assert in_a_row < DWELL
-        controller.observe(drafting if drafts else plain)
         controller.fleet.note_draft(0.9)
     assert found["plain"] > 6
     assert (found["repeats"] > 3 * found["drafts"] > 30) == (num_missing == 2) != (found["repeats"] == 0)
@@ -458,13 +464,14 @@ def test_plain_steps_come_although_an_outcome_stands_for_long(num_accepted: int)
     in_a_row, most = 0, 0.0
     with patch.object(Standing, "note_comparison"):
         for _ in range(200):
-            if not controller.repeats():
+            if num_repeats := controller.num_repeats:
+                controller.observe_repeats([drafting._replace(num_accepted=num_accepted)] * num_repeats)
+            else:
                 controller.rest(4, 4)
-                controller.choose(load)
-            drafts = controller._decision.drafts
-            controller.observe(drafting._replace(num_accepted=num_accepted) if drafts else plain)
+                drafts = controller.choose(load).drafts
+                controller.observe(drafting._replace(num_accepted=num_accepted) if drafts else plain)
             controller.fleet.note_draft(0.9)
-            in_a_row = in_a_row + 1 if drafts else 0
+            in_a_row = in_a_row + max(1, num_repeats) if drafts else 0
             gain = controller.optimum.rate / controller.optimum.off_rate - 1
             most = max(most, (in_a_row - 1) / (PLAIN_STEPS * (1 + min(gain, 1.0) / PLAIN_GAIN)))
     assert 0.5 < most <= 1.0
@@ -602,14 +609,13 @@ def test_drafts_that_did_not_come_are_not_repeated() -> None:
     """A drafter failed, or the step ran in parts, of which nothing is told."""
     controller, _, outcome = drafting_controller()
     controller.observe(outcome)
-    assert controller.repeats()
-    assert not controller.repeats()
-    controller.observe(outcome._replace(num_nodes=0, num_accepted=0))
-    assert not controller.repeats()
+    assert controller.num_repeats
+    controller.observe_repeats([outcome._replace(num_nodes=0, num_accepted=0)])
+    assert not controller.num_repeats
     controller, load, outcome = drafting_controller()
     controller.observe(outcome)
     assert controller.choose(load).is_steady  # for a step that then runs in parts
-    assert not controller.repeats()
+    assert not controller.num_repeats
 
 
 @pytest.mark.parametrize("num_missing", [1, 40])
@@ -641,30 +647,31 @@ def test_growth_beyond_the_plan_or_short_of_it_is_no_poor_yield(share: float) ->
     assert controller.drafting_yield.factor == pytest.approx(1, abs=0.04)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "has_drafted", "lengths"),
-    [
-        ([1.0] * 5, True, [1] * 5),
-        ([0.15 * LEARNED_TOGETHER] * 5, True, [5]),
-        ([0.15 * LEARNED_TOGETHER] * 5, False, [1, 4]),
-        ([0.15 * LEARNED_TOGETHER] * 2 + [9.0] + [0.15 * LEARNED_TOGETHER] * 2, True, [2, 1, 2]),
-    ],
-    ids=["long", "short", "first of all", "one is held up"],
-)
-def test_short_steps_that_repeat_a_decision_are_learned_from_together(
-    seconds: list[float], has_drafted: bool, lengths: list[int]
-) -> None:
+@pytest.mark.parametrize(("share", "num_repeats"), [(1.01, 1), (0.4, 2), (0.1, DWELL - 1)])
+def test_short_steps_that_repeat_a_decision_are_looked_at_and_learned_from_together(share: float, num_repeats: int) -> None:
     controller, load, outcome = drafting_controller()
-    if has_drafted:
-        controller.costs.host.note(4, 4, 1.0)
-    for i, each in enumerate(seconds):
-        assert not i or controller.repeats()
-        controller.observe(outcome._replace(seconds=each))
+    controller.optimum.seconds = share * REPEATS_SECONDS
+    controller.observe(outcome)
+    assert controller.num_repeats == num_repeats
+    controller.observe_repeats([outcome._replace(seconds=REPEATS_SECONDS / num_repeats)] * num_repeats)
     note = Mock(wraps=controller.costs.note_drafting)
     controller.costs.note_drafting = note  # type: ignore[method-assign]
     controller.rest(5, 5, 1)
     controller.choose(load)
-    assert [call.args[3] for call in note.call_args_list] == lengths
+    assert [call.args[3] for call in note.call_args_list] == [1, num_repeats]
+
+
+def test_steps_that_took_long_are_learned_from_one_by_one() -> None:
+    """Each moves what is expected no further than a single step may."""
+    controller, load, outcome = drafting_controller()
+    controller.optimum.seconds = 0.2 * REPEATS_SECONDS
+    controller.observe(outcome)
+    controller.observe_repeats([outcome._replace(seconds=REPEATS_SECONDS)] * 3)
+    note = Mock(wraps=controller.costs.note_drafting)
+    controller.costs.note_drafting = note  # type: ignore[method-assign]
+    controller.rest(5, 5, 1)
+    controller.choose(load)
+    assert [call.args[3] for call in note.call_args_list] == [1] * 4
 
 
 def test_what_was_drafted_is_learned_before_a_comparison_that_comes_early() -> None:
@@ -715,8 +722,9 @@ def test_drafting_ends_where_it_brings_less_than_was_planned(share: float, tells
     rng, load = np.random.default_rng(0), Load([Candidate(counts(0.7, 20.0), 6, 2, 256, False) for _ in range(4)], 4, 400)
     for _ in range(200):
         plain = Outcome(0, 0, 0, 0, BIG.host(4, 0) + BIG.target(4, 400), 0.0, BIG.target(4, 400))
-        if controller.repeats():
+        if is_repeated := controller.num_repeats > 0:
             if not controller.optimum.drafts:
+                controller.repeat_rest(1)
                 continue
         elif controller.rest(4, 4):
             controller.observe_rest(Load((), 4, 400), 4, plain)
@@ -733,7 +741,11 @@ def test_drafting_ends_where_it_brings_less_than_was_planned(share: float, tells
         draft, target = passes * BIG.draft(rows / passes, 400), BIG.target(4 + rows, 400)
         seconds = BIG.host(4, sum(map(bool, nodes))) + draft + target
         told = (passes, rows) if tells_passes else (0, 0)
-        controller.observe(Outcome(sum(nodes), int(rng.poisson(share * expected)), *told, seconds, draft, target))
+        outcome = Outcome(sum(nodes), int(rng.poisson(share * expected)), *told, seconds, draft, target)
+        if is_repeated:
+            controller.observe_repeats([outcome])
+        else:
+            controller.observe(outcome)
     assert num_drafting > 150 if share == 1.0 else 0 < num_drafting < 60
 
 

@@ -20,8 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import zip_longest
-from math import sqrt
+from math import ceil, sqrt
 from operator import is_
 from typing import NamedTuple
 
@@ -54,8 +53,9 @@ LEAST_MORE, MOST_LONGER = 0.01, 4.0
 """Share by which drafting must be expected to lengthen a step for its yield to be noted; and how many times as much, or as little,
 it may then have been."""
 
-LEARNED_TOGETHER = 0.02
-"""Seconds up to which steps that repeat a decision are learned from together, since that takes time, too."""
+MOST_REPEATS, REPEATS_SECONDS = 8, 0.02
+"""Most steps that repeat a decision before anything is looked at, and seconds that several are to take at most. They are learned
+from together, since that takes time, too; one by one if they took more than twice as long."""
 
 MAX_FEED = 1.0
 """Plain steps in whose time the draft may be fed in one step what it has missed of several requests."""
@@ -68,7 +68,7 @@ class Decision(NamedTuple):
     most_nodes: Sequence[int]  # up to which growth may go on, if it is worth it
     worths: Sequence[Worth | None]  # where growth ends, by confidence; None: at `num_nodes`
     probed: Sequence[int] = ()  # candidates that show whether it would pay, by a node of their own or by a review
-    is_steady: bool = False  # whether it may be repeated: the draft was fed all that draft, and none is probed
+    is_steady: bool = False  # whether it may be repeated: some draft, the draft was fed all of these, and none is probed
 
     @property
     def drafts(self) -> bool:
@@ -102,10 +102,9 @@ class Controller:
         self._worths: Sequence[Worth | None] = ()  # of its candidates; None: they draft nothing
         self._standing = Standing()
         self._has_compared = False  # in the last decision
-        self._is_repeated = False  # whether the last step did as the one before
+        self.num_repeats = 0  # next steps of the same requests, one token each, that may do as the last one, unlooked at
         self._num_rested = 0  # steps since anything was decided
-        self._num_repeats = 0  # next steps for which the last decision, or rest, may be taken unlooked at
-        self._rest_seconds = 0.0  # that each of them is taken to last after a rest
+        self._rest_seconds = 0.0  # that each step like the last rest is taken to last
         self._num_unseen = 0  # of these, those that have passed
         self._num_since_plain = 0  # steps since one was plain; below 0: plain ones still to come
         self._plain_after = 0.0  # such steps after which one is to be plain again
@@ -114,27 +113,13 @@ class Controller:
         self._compared: Sequence[AcceptanceCounts] = ()  # of the candidates of the last comparison
         self._load: Load = Load((), 0, 0)
         self._decision = Decision([], (), ())
-        self._unlearned: list[tuple[Load, Decision, Outcome]] = []  # steps that drafted since settings were compared
+        # steps that were not learned from yet: those that did alike, the total of what came of them, and their number
+        self._unlearned: list[tuple[Load, Decision, Outcome, int]] = []
 
     @property
     def is_probe_due(self) -> bool:
         """Whether there may be a probe in the next step."""
         return self._probes.is_due
-
-    def repeats(self) -> bool:
-        """Begin a step of the requests of the last one, one token each; return whether they do as in that. Else `rest`.
-
-        Steps that draft are observed; those like a rest are taken to have been as long as that.
-        """
-        if self._num_repeats <= 0:
-            return False
-        self._num_repeats, self._standing.num_left, self._is_repeated = self._num_repeats - 1, self._standing.num_left - 1, True
-        if self.optimum.drafts:
-            self._num_since_plain += 1
-        else:
-            self._num_rested, self._num_unseen = self._num_rested + 1, self._num_unseen + 1
-            self._probes.add_time(self._rest_seconds)
-        return True
 
     def rest(self, num_requests: int, num_rows: int, num_new: int = 0) -> bool:
         """Return whether it stands that nothing is drafted in a step, whatever is known of its requests. Else choose.
@@ -144,7 +129,7 @@ class Controller:
             num_rows: of the target's pass, without those of prompts that end with them, but for one each.
             num_new: requests among them that emit their first one.
         """
-        self._num_repeats = 0
+        self.num_repeats = 0
         stands = self._standing.begin(num_requests, num_rows, num_new)
         if stands and not self.optimum.drafts and not self._probes.is_due:
             self._standing.num_left, self._num_rested = self._standing.num_left - 1, self._num_rested + 1
@@ -161,7 +146,13 @@ class Controller:
         self._probes.observe(outcome.seconds, plain_seconds, None, num_requests)
         if load.num_rows == num_requests and not self._probes.num_cold:
             most = max(0, min(REST_STEPS - 1, self._standing.num_left))
-            self._num_repeats, self._rest_seconds = self._probes.num_steps_until_due(plain_seconds, most), plain_seconds
+            self.num_repeats, self._rest_seconds = self._probes.num_steps_until_due(plain_seconds, most), plain_seconds
+
+    def repeat_rest(self, num_steps: int) -> None:
+        """Take note of steps like the last rest, which are taken to have been as long as that; at most as many as may be."""
+        self.num_repeats, self._standing.num_left = self.num_repeats - num_steps, self._standing.num_left - num_steps
+        self._num_rested, self._num_unseen = self._num_rested + num_steps, self._num_unseen + num_steps
+        self._probes.add_time(num_steps * self._rest_seconds, num_steps)
 
     def choose(self, load: Load, *, has_room: bool = True) -> Decision:
         """Decide what the candidates of a step draft.
@@ -170,7 +161,7 @@ class Controller:
             load: of the step.
             has_room: whether room is reserved for drafts; without it, nothing is drafted in this step.
         """
-        self._load, self._num_repeats, self._is_repeated = load, 0, False
+        self._load, self.num_repeats = load, 0
         if not _are_same(self._compared, [each.counts for each in load.candidates]):
             self._standing.num_left = 0
         if self._num_rested:
@@ -180,11 +171,12 @@ class Controller:
         return self._decision
 
     def _decide(self, load: Load, has_room: bool) -> Decision:
-        n, self._has_compared = len(load.candidates), False
+        n, is_over, self._has_compared = len(load.candidates), self._standing.num_left <= 0, False
+        if is_over:
+            self._learn()
         if not n or not self.costs.host.knows(n):  # a plain step shows what it costs to draft
             return _nothing(load)
-        self._has_compared = self._standing.num_left <= 0
-        if self._has_compared:
+        if is_over:
             self._compare(load)
         if self.optimum.drafts and (not has_room or self._is_plain_due()):  # none of the steps for which it stands
             return _nothing(load)
@@ -205,7 +197,8 @@ class Controller:
             count if worth is None else min(each.max_nodes, count + self.optimum.slack)
             for count, worth, each in zip(num_nodes, worths, load.candidates, strict=True)
         ]
-        is_steady = not probed and all(each.is_fed for count, each in zip(num_nodes, load.candidates, strict=True) if count)
+        is_fed = [each.is_fed for count, each in zip(num_nodes, load.candidates, strict=True) if count]
+        is_steady = bool(is_fed) and not probed and all(is_fed)
         return Decision(num_nodes, most_nodes, worths, probed, is_steady)
 
     def _is_plain_due(self) -> bool:
@@ -230,7 +223,7 @@ class Controller:
 
     def _compare(self, load: Load) -> None:
         """Find the best setting, and that which might be the best."""
-        self._learn()
+        self._has_compared = True
         self.past.follow([each.counts for each in load.candidates if each.is_typical], self.fleet.agreement)
         self._compared = [each.counts for each in load.candidates]
         estimates = self._estimates = estimate(self.fleet, self.past, self._compared)
@@ -265,46 +258,47 @@ class Controller:
     def observe(self, outcome: Outcome) -> None:
         """Take note of what came of the step that was last decided.
 
-        Steps that draft as planned are learned from in the next comparison, which is the first to go by what they say, but for the
+        While drafting pays, steps are learned from in the next comparison, which is the first to go by what they say, but for the
         account of probes: all at once, this takes a quarter of the time that it takes step by step, each with cold caches.
         """
-        decision, standing = self._decision, self._standing
-        self._unlearned.append((self._load, decision, outcome))
-        if is_as_planned := self._is_repeated or (decision.is_steady and decision.drafts):
-            standing.note_drafts(outcome.num_accepted)
-        may_repeat = is_as_planned and outcome.num_nodes > 0 and standing.num_left > 0
-        self._num_repeats = int(may_repeat and self._num_since_plain < self._plain_after - 1)
-        if self._is_repeated:
-            return
+        decision = self._decision
+        self._unlearned.append((self._load, decision, outcome, 1))
         self.has_tried |= decision.drafts or bool(decision.reviewed)
         if self._has_compared:
-            standing.note_comparison(outcome.deciding_seconds)
-        if decision.probed or not decision.drafts:
+            self._standing.note_comparison(outcome.deciding_seconds)
+        if decision.probed or not self.optimum.drafts:
             self._learn()
         if decision.is_probe:
-            standing.num_left = 0
+            self._standing.num_left = 0
+        if decision.is_steady:
+            self._go_on([outcome])
+
+    def observe_repeats(self, outcomes: Sequence[Outcome]) -> None:
+        """Take note of what came of steps that drafted as the last one that was decided; at most as many as may."""
+        num_steps = len(outcomes)
+        total = Outcome.total(outcomes)
+        if total.seconds <= 2 * REPEATS_SECONDS:
+            self._unlearned.append((self._load, self._decision, total, num_steps))
+        else:
+            self._unlearned += [(self._load, self._decision, each, 1) for each in outcomes]
+        self._standing.num_left, self._num_since_plain = self._standing.num_left - num_steps, self._num_since_plain + num_steps
+        self._go_on(outcomes)
+
+    def _go_on(self, outcomes: Sequence[Outcome]) -> None:
+        """Say how many steps may do as these, which drafted as planned."""
+        for each in outcomes:
+            self._standing.note_drafts(each.num_accepted)
+        num_until_plain = ceil(self._plain_after - self._num_since_plain) - 1
+        at_once = max(1, min(MOST_REPEATS, int(REPEATS_SECONDS / self.optimum.seconds)))
+        self.num_repeats = max(0, min(self._standing.num_left, num_until_plain, at_once)) if outcomes[-1].num_nodes else 0
 
     def _learn(self) -> None:
         """Learn from the steps that were observed."""
-        steps = self._steps_together()
-        for each in steps:  # before the costs that they were planned by change
+        for each in self._unlearned:  # before the costs that they were planned by change
             self._note_yield(*each)
-        for each in steps:
+        for each in self._unlearned:
             self._learn_from(*each)
         self._unlearned.clear()
-
-    def _steps_together(self) -> list[tuple[Load, Decision, Outcome, int]]:
-        """Return what came in all of steps that are learned from together, short ones that repeat a decision, and their number."""
-        together, seconds, steps = list[Outcome](), 0.0, list[tuple[Load, Decision, Outcome, int]]()
-        for (load, decision, outcome), following in zip_longest(self._unlearned, self._unlearned[1:]):
-            together.append(outcome)
-            seconds += outcome.seconds
-            # the first drafts of all stand alone
-            is_repeated = following is not None and following[1] is decision and (steps or self.costs.host.has_drafted)
-            if following is None or not is_repeated or seconds + following[2].seconds > LEARNED_TOGETHER:
-                steps.append((load, decision, Outcome.total(together), len(together)))
-                together, seconds = [], 0.0
-        return steps
 
     def _learn_from(self, load: Load, decision: Decision, total: Outcome, num_steps: int) -> None:
         n = len(load.candidates)

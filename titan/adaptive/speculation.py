@@ -11,6 +11,7 @@ from titan.adaptive.controller import Controller, Decision
 from titan.adaptive.load import Candidate, Load, Outcome
 from titan.adaptive.optimum import Optimum
 from titan.adaptive.value import own_acceptance
+from titan.core.growth import Worth
 from titan.core.metrics import SpeculationMetrics
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
@@ -29,6 +30,9 @@ RESTING = Decision([], (), ())
 """What becomes of steps in which the controller rests."""
 
 
+_Result = tuple[Acceptance, GrowthReport | None, StepTimes]
+
+
 @dataclass(slots=True)
 class AdaptiveSpeculation:
     """Applies a controller to the steps of an engine."""
@@ -42,32 +46,45 @@ class AdaptiveSpeculation:
     _rows: list[int] = field(default_factory=list)  # of the plan, those that emit tokens
     _last_requests: Sequence[Request] = ()  # those of the last step, if each had one token
     _repeats: bool = False  # whether the step does as the last one did
-    _num_allowed: int = 0  # next steps for which it is known that requests may do as in the last one
+    _num_repeats: int = 0  # next steps that may, if they are of the same requests
+    _repeated: list[_Result] = field(default_factory=list)  # of those that did, which the controller was not told of
     _num_unfollowed: int = 0  # repeats with drafts since the last requests' temperatures were followed
+    _budgets: list[int] = field(default_factory=list)  # most nodes of each row of the plan
+    _worths: dict[int, Worth] = field(default_factory=dict)  # by row
     _load: Load = field(default_factory=lambda: Load((), 0, 0))
     _decision: Decision = RESTING
     _last_shown: tuple[bool, Optimum] = False, Optimum([], 0.0)  # whether only a probe drafted, when last some might have drafted
 
     def decide(self, plan: StepPlan) -> None:
         """Set budgets, worths and reviews of a plan's rows."""
-        num_rows = sum(plan.num_tokens)
-        is_alike = num_rows == len(plan.requests) and plan.requests == self._last_requests
-        if is_alike and not self._num_allowed:
-            self._num_allowed = self._num_steps_allowed(plan.requests)
-        self._repeats = is_alike and self._num_allowed > 0 and self.controller.repeats()
+        is_alike = plan.requests == self._last_requests and sum(plan.num_tokens) == len(plan.requests)
+        if not (is_alike and self._num_repeats):
+            self._tell_repeats()
+            self._num_repeats = min(self.controller.num_repeats, self._num_steps_allowed(plan.requests)) if is_alike else 0
+        self._repeats = self._num_repeats > 0
         if self._repeats:
-            self._num_allowed -= 1
+            self._num_repeats -= 1
         else:
-            self._decide_anew(plan, num_rows)
-            self._num_allowed = 0
-        self._apply(plan)
+            self._decide_anew(plan)
+        plan.draft_budgets, plan.worths = list(map(min, plan.draft_budgets, self._budgets)), self._worths
+        if self._decision is RESTING:
+            plan.drafts_prompts = False
 
-    def _decide_anew(self, plan: StepPlan, num_rows: int) -> None:
+    def _tell_repeats(self) -> None:
+        """Tell the controller of the steps that did as the one before them."""
+        if self._decision is RESTING:
+            self.controller.repeat_rest(len(self._repeated))
+        elif self._repeated:
+            self.controller.observe_repeats([self._outcome(*each) for each in self._repeated])
+            self._num_unfollowed += len(self._repeated)
+        self._repeated.clear()
+
+    def _decide_anew(self, plan: StepPlan) -> None:
         for request in self._last_requests:
             self._follow_temperature(request, self._num_unfollowed)
         self._num_unfollowed = 0
-        rows, num_context = plan.emitting_rows(), plan.num_context_tokens
-        self._rows = rows
+        rows, num_rows, num_context = plan.emitting_rows(), sum(plan.num_tokens), plan.num_context_tokens
+        self._rows, self._budgets, self._worths = rows, [0] * len(plan.requests), {}
         num_new = [plan.requests[i].metrics.first_token_time for i in rows].count(None)
         is_first_try = len(plan.requests) == 1 and not self.controller.has_tried  # a long prompt is too much for a probe
         num_ending = sum([plan.num_tokens[i] for i in rows]) - len(rows)
@@ -83,6 +100,10 @@ class AdaptiveSpeculation:
         if any(each.max_nodes for each in self._load.candidates):
             self._last_shown = decision.is_probe, optimum
         plan.reviews = [rows[i] for i in decision.reviewed]
+        for i, most, worth in zip(rows, decision.most_nodes, decision.worths, strict=True):
+            self._budgets[i] = most
+            if worth is not None:
+                self._worths[i] = worth
 
     def _num_steps_allowed(self, requests: Sequence[Request]) -> int:
         """Return for how many steps requests may draft what was decided, whatever is accepted."""
@@ -96,16 +117,6 @@ class AdaptiveSpeculation:
                 num_left = min(request.num_remaining_tokens, self.drafting.max_len + 1 - request.num_tokens)
                 num_steps = min(num_steps, num_left // (1 + most))
         return num_steps
-
-    def _apply(self, plan: StepPlan) -> None:
-        """Set the budgets and worths of a plan as decided."""
-        if self._decision is RESTING:
-            plan.drafts_prompts, plan.draft_budgets = False, [0] * len(plan.requests)
-            return
-        for i, most, worth in zip(self._rows, self._decision.most_nodes, self._decision.worths, strict=True):
-            plan.draft_budgets[i] = min(plan.draft_budgets[i], most)
-            if worth is not None:
-                plan.worths[i] = worth
 
     def _candidate(self, request: Request) -> Candidate:
         history = request.draft_history
@@ -146,30 +157,16 @@ class AdaptiveSpeculation:
         if self.is_latency:
             for i in self._rows:
                 plan.requests[i].draft_history.tokens_per_step.note(1 + len(acceptance.paths[i]))
-        if self._repeats and self._decision is RESTING:
+        num_nodes = acceptance.trees.num_nodes
+        if self._repeats:
+            self._repeated.append((acceptance, growth, times))
+            self._num_repeats *= num_nodes > 0 or self._decision is RESTING  # what failed is decided on again
             return
-        num_nodes, draft_seconds = acceptance.trees.num_nodes, None if growth is None else growth.seconds
-        if draft_seconds is None:
-            draft_seconds = times.draft if self.drafting.is_fed else 0.0  # a drafter without a model is a part of the host
-        outcome = Outcome(
-            num_nodes,
-            sum(map(len, acceptance.paths)),
-            0 if growth is None else growth.num_passes,
-            0 if growth is None else growth.num_rows,
-            times.recurring,
-            draft_seconds,
-            times.target,
-            times.prepare,
-            report.num_rows,
-            report.seconds,
-        )
+        outcome = self._outcome(acceptance, growth, times)._replace(review_rows=report.num_rows, review_seconds=report.seconds)
         if self._decision is RESTING:
             self.controller.observe_rest(self._load, len(self._rows), outcome)
         else:
             self.controller.observe(outcome)
-        if self._repeats:
-            self._num_unfollowed += 1
-            return
         if num_nodes:
             for i in self._rows:
                 self._follow_temperature(plan.requests[i])
@@ -177,6 +174,14 @@ class AdaptiveSpeculation:
             self._follow_temperature(plan.requests[i], 0 if review.logprobs is None else len(review.logprobs))
         may_draft_a_node = self.controller.is_probe_due and any(each.num_reviewable is None for each in self._load.candidates)
         self.num_reserved = max(self.num_reserved, int(may_draft_a_node))
+
+    def _outcome(self, acceptance: Acceptance, growth: GrowthReport | None, times: StepTimes) -> Outcome:
+        num_nodes, num_accepted = acceptance.trees.num_nodes, sum(map(len, acceptance.paths))
+        num_passes, num_rows, draft_seconds = (0, 0, None) if growth is None else growth[:3]
+        if draft_seconds is None:
+            draft_seconds = times.draft if self.drafting.is_fed else 0.0  # a drafter without a model is a part of the host
+        seconds = times.recurring, draft_seconds, times.target, times.prepare
+        return Outcome(num_nodes, num_accepted, num_passes, num_rows, *seconds)
 
     def _follow_temperature(self, request: Request, num_observed: int = 1) -> None:
         temperature = request.draft_history.temperature
