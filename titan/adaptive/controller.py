@@ -286,8 +286,7 @@ class Controller:
 
     def _go_on(self, outcomes: Sequence[Outcome]) -> None:
         """Say how many steps may do as these, which drafted as planned."""
-        for each in outcomes:
-            self._standing.note_drafts(each.num_accepted)
+        self._standing.note_drafts([each.num_accepted for each in outcomes])
         num_until_plain = ceil(self._plain_after - self._num_since_plain) - 1
         at_once = max(1, min(MOST_REPEATS, int(REPEATS_SECONDS / self.optimum.seconds)))
         self.num_repeats = max(0, min(self._standing.num_left, num_until_plain, at_once)) if outcomes[-1].num_nodes else 0

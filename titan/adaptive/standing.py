@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from titan.adaptive.host_time import SecondsByCount
 from titan.adaptive.load import Load
 
-DWELL, LONGER_DWELL, LONGEST_DWELL = 8, 16, 64
+DWELL, LONGER_DWELL, LONGEST_DWELL = 8, 16, 128
 """Most steps for which an optimum stands if there are as many requests and rows, but no more than there are drafts that it goes by;
 and where comparing takes long, and comes out alike time after time: twice as many each time, where some requests do not draft, of
 which one may be worth a probe, up to the second number, else to the third."""
 
-ALIKE = 1 / 4
+ALIKE = 1 / 3
 """Share of the nodes by which outcomes that are alike may differ."""
 
 LACK = 2.0
@@ -38,8 +38,7 @@ class Standing:
     _num_nodes: int = 0  # that came out, of all requests
     _dwell: int = DWELL  # steps that it may stand for
     _usual: float = 0.0  # tokens that the drafts of a step brought when it stood before; 0: it did not
-    _num_brought: int = 0  # by drafts since settings were compared
-    _num_drafting: int = 0  # steps since that drafted as planned
+    _brought: list[int] = field(default_factory=list)  # by the drafts of each step as planned since settings were compared
     _lack: float = 0.0  # tokens that these brought less than half of what is usual, since they last brought more
     _size: tuple[int, int] = (0, 0)  # requests and rows of that load
     _num_new: int = 0  # requests since
@@ -56,12 +55,13 @@ class Standing:
             is_alike = num_new > 0 or (are_new_few and num_requests >= STEADY * n and num_rows >= STEADY * rows)
         return is_alike and self.num_left > 0
 
-    def note_drafts(self, num_accepted: int) -> None:
-        """Add a step that drafted as planned. If drafts bring much less than they did, the outcome stands no longer."""
-        self._num_brought, self._num_drafting = self._num_brought + num_accepted, self._num_drafting + 1
-        self._lack = max(0.0, self._lack + self._usual / 2 - num_accepted)
-        if self._lack > LACK * (1 + self._usual):
-            self.num_left, self._dwell = 0, DWELL // 2
+    def note_drafts(self, brought: Sequence[int]) -> None:
+        """Add what drafts brought in steps as planned. If it is much less than it was, the outcome stands no longer."""
+        self._brought += brought
+        for num_accepted in brought:
+            self._lack = max(0.0, self._lack + self._usual / 2 - num_accepted)
+            if self._lack > LACK * (1 + self._usual):
+                self.num_left, self._dwell = 0, DWELL // 2
 
     def renew(self, load: Load, planned: Sequence[int], num_drafts: float, plain_seconds: float) -> None:
         """Begin anew.
@@ -75,8 +75,8 @@ class Standing:
         num_nodes, size = sum(planned), (len(planned), load.num_lasting)
         is_alike = num_nodes > 0 and abs(num_nodes - self._num_nodes) <= ALIKE * num_nodes and size[0] == self._size[0]
         self._dwell = min(2 * self._dwell, LONGEST_DWELL if all(planned) else LONGER_DWELL) if is_alike else DWELL
-        self._usual = self._num_brought / self._num_drafting if is_alike and self._num_drafting else 0.0
-        self._num_brought, self._num_drafting, self._lack = 0, 0, 0.0
+        self._usual = sum(self._brought) / len(self._brought) if is_alike and self._brought else 0.0
+        self._brought, self._lack = [], 0.0
         self._num_nodes, self._size, self._num_new = num_nodes, size, 0
         worth_it = int(self._comparing.predict(size[0]) / (COMPARE_SHARE * plain_seconds))
         least, most = (DWELL, self._dwell if num_drafts >= DWELL else int(num_drafts)) if num_nodes else OFF_DWELL
