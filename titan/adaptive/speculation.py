@@ -30,9 +30,6 @@ RESTING = Decision([], (), ())
 """What becomes of steps in which the controller rests."""
 
 
-_Result = tuple[Acceptance, GrowthReport | None, StepTimes]
-
-
 @dataclass(slots=True)
 class AdaptiveSpeculation:
     """Applies a controller to the steps of an engine."""
@@ -47,7 +44,8 @@ class AdaptiveSpeculation:
     _last_requests: Sequence[Request] = ()  # those of the last step, if each had one token
     _repeats: bool = False  # whether the step does as the last one did
     _num_repeats: int = 0  # next steps that may, if they are of the same requests
-    _repeated: list[_Result] = field(default_factory=list)  # of those that did, which the controller was not told of
+    _repeated: list[Outcome] = field(default_factory=list)  # of those that did, which the controller was not told of
+    _num_rested: int = 0  # the number of those that rested
     _num_unfollowed: int = 0  # repeats with drafts since the last requests' temperatures were followed
     _budgets: list[int] = field(default_factory=list)  # most nodes of each row of the plan
     _worths: dict[int, Worth] = field(default_factory=dict)  # by row
@@ -73,11 +71,12 @@ class AdaptiveSpeculation:
     def _tell_repeats(self) -> None:
         """Tell the controller of the steps that did as the one before them."""
         if self._decision is RESTING:
-            self.controller.repeat_rest(len(self._repeated))
+            self.controller.repeat_rest(self._num_rested)
+            self._num_rested = 0
         elif self._repeated:
-            self.controller.observe_repeats([self._outcome(*each) for each in self._repeated])
+            self.controller.observe_repeats(self._repeated)
             self._num_unfollowed += len(self._repeated)
-        self._repeated.clear()
+            self._repeated = []
 
     def _decide_anew(self, plan: StepPlan) -> None:
         for request in self._last_requests:
@@ -157,12 +156,29 @@ class AdaptiveSpeculation:
         if self.is_latency:
             for i in self._rows:
                 plan.requests[i].draft_history.tokens_per_step.note(1 + len(acceptance.paths[i]))
-        num_nodes = acceptance.trees.num_nodes
-        if self._repeats:
-            self._repeated.append((acceptance, growth, times))
-            self._num_repeats *= num_nodes > 0 or self._decision is RESTING  # what failed is decided on again
+        if self._repeats and self._decision is RESTING:
+            self._num_rested += 1
             return
-        outcome = self._outcome(acceptance, growth, times)._replace(review_rows=report.num_rows, review_seconds=report.seconds)
+        num_nodes, draft_seconds = acceptance.trees.num_nodes, None if growth is None else growth.seconds
+        if draft_seconds is None:
+            draft_seconds = times.draft if self.drafting.is_fed else 0.0  # a drafter without a model is a part of the host
+        outcome = Outcome(
+            num_nodes,
+            sum(map(len, acceptance.paths)),
+            0 if growth is None else growth.num_passes,
+            0 if growth is None else growth.num_rows,
+            times.recurring,
+            draft_seconds,
+            times.target,
+            times.prepare,
+            report.num_rows,
+            report.seconds,
+        )
+        if self._repeats:
+            self._repeated.append(outcome)
+            if not num_nodes:  # what failed is decided on again
+                self._num_repeats = 0
+            return
         if self._decision is RESTING:
             self.controller.observe_rest(self._load, len(self._rows), outcome)
         else:
@@ -174,14 +190,6 @@ class AdaptiveSpeculation:
             self._follow_temperature(plan.requests[i], 0 if review.logprobs is None else len(review.logprobs))
         may_draft_a_node = self.controller.is_probe_due and any(each.num_reviewable is None for each in self._load.candidates)
         self.num_reserved = max(self.num_reserved, int(may_draft_a_node))
-
-    def _outcome(self, acceptance: Acceptance, growth: GrowthReport | None, times: StepTimes) -> Outcome:
-        num_nodes, num_accepted = acceptance.trees.num_nodes, sum(map(len, acceptance.paths))
-        num_passes, num_rows, draft_seconds = (0, 0, None) if growth is None else growth[:3]
-        if draft_seconds is None:
-            draft_seconds = times.draft if self.drafting.is_fed else 0.0  # a drafter without a model is a part of the host
-        seconds = times.recurring, draft_seconds, times.target, times.prepare
-        return Outcome(num_nodes, num_accepted, num_passes, num_rows, *seconds)
 
     def _follow_temperature(self, request: Request, num_observed: int = 1) -> None:
         temperature = request.draft_history.temperature
