@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -672,6 +673,20 @@ def test_steps_that_took_long_are_learned_from_one_by_one() -> None:
     controller.rest(5, 5, 1)
     controller.choose(load)
     assert [call.args[3] for call in note.call_args_list] == [1] * 4
+
+
+def test_yields_go_by_the_costs_that_steps_were_planned_by() -> None:
+    """Whatever the steps teach of these, as here of a number of nodes that was not compared."""
+    factors = list[float]()
+    for teaches in (True, False):
+        controller, load, outcome = drafting_controller()
+        for _ in range(2):
+            controller.observe(outcome._replace(num_nodes=21, target_seconds=outcome.target_seconds / 2))
+        with nullcontext() if teaches else patch.object(controller, "_learn_from"):
+            controller.rest(5, 5, 1)
+            controller.choose(load)
+        factors.append(controller.drafting_yield.factor)
+    assert factors[0] == factors[1] != 1
 
 
 def test_what_was_drafted_is_learned_before_a_comparison_that_comes_early() -> None:
