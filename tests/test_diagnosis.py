@@ -63,7 +63,7 @@ RUNS: list[tuple[str, str, Milliseconds, dict[str, float], dict[str, Any]]] = [
     ("compute", "more or faster cores", STEEP, {}, {}),
     ("bandwidth", "more requests", FLAT, {}, {}),
     ("target", "not measured", FLAT, {}, {"max_inter_token_s": None}),
-    ("KV memory, bandwidth", "raise kv_cache_memory", FLAT, {}, {"num_kv_blocks": 7, "max_model_len": 48}),
+    ("KV memory, bandwidth", "give the KV cache more memory", FLAT, {}, {"num_kv_blocks": 7, "max_model_len": 48}),
     ("queue, bandwidth", "raise max_batch_size", FLAT, {}, {"max_batch_size": 1}),
     ("queue, bandwidth", "raise max_num_batched_tokens", FLAT, {}, {"max_prefill_tokens": 1}),
     ("draft", "use a smaller draft", FLAT, {"draft": 4.0}, {"draft_model": "useless"}),

@@ -276,8 +276,12 @@ def test_abort_ends_the_completions_that_are_not_even_queued(zoo: Zoo) -> None:
     llm = LLM(zoo.path("llama+text"), max_batch_size=1, max_waiting_requests=1, **CPU)
     stream = llm.stream(PROMPTS[0], greedy(40, ignore_eos=True, n=4))
     first = next(stream)
+    before = llm.metrics()
+    assert (before.num_running, before.num_waiting, before.num_finished_requests) == (1, 3, 0)
     assert llm.abort(first.request_id) and not llm.abort(first.request_id)
     [last] = stream
+    after = llm.metrics()
+    assert (after.num_running, after.num_waiting, after.num_finished_requests) == (0, 0, 4)
     assert [each.finish_reason for each in last.outputs] == ["abort"] * 4 and last.finished
     assert [len(each.token_ids) for each in last.outputs] == [len(first.outputs[0].token_ids), 0, 0, 0]
     assert len(llm.generate([PROMPTS[0]], greedy(3, ignore_eos=True), False)[0].outputs[0].token_ids) == 3
@@ -517,7 +521,7 @@ def test_diagnose_names_what_is_slow(zoo: Zoo) -> None:
     sick = LLM(zoo.path("llama"), zoo.path("useless"), block_size=8, max_batch_size=4, **CPU | {"num_kv_blocks": 10})
     sick.generate(random_prompts(8, max_len=40), greedy(20, ignore_eos=True), use_tqdm=False)
     findings = sick.diagnose()
-    assert any("preemptions" in finding and "kv_cache_memory" in finding for finding in findings)
+    assert any("preemptions" in finding and "KV cache more memory" in finding for finding in findings)
     assert any("tokens per request" in finding and "useless" in finding for finding in findings)
     sick.swap_draft(None)
     assert not faults(sick.metrics()), "there is no draft that could be blamed"

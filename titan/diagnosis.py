@@ -87,7 +87,8 @@ def _kv_memory(metrics: EngineMetrics) -> list[str]:
         return []
     return [
         f"KV memory: in {metrics.recent.shortages.blocks:.0%} of the steps requests lacked blocks, with {metrics.num_preemptions} "
-        f"preemptions since the start: raise kv_cache_memory, use kv_cache_dtype='int8', or lower max_batch_size"
+        f"preemptions since the start: give the KV cache more memory, use kv_cache_dtype='int8' unless it is that, or lower "
+        f"max_batch_size"
     ]
 
 
@@ -116,5 +117,5 @@ def _time(metrics: EngineMetrics) -> str:
         return f"compute: {grows}: more requests or drafts at once bring little; use more or faster cores, or a smaller model"
     return (
         f"bandwidth: {grows}: more requests or better drafts at once cost little; use a smaller dtype, kv_cache_dtype='int8' for "
-        f"long contexts, or faster memory"
+        f"long contexts unless it is that, or faster memory"
     )

@@ -252,7 +252,7 @@ class LLM:
 
     def metrics(self) -> EngineMetrics:
         """Return totals since the engine started, whatever drafted, and its current state and draft."""
-        return self.frontend.loop.between_steps(self.engine.metrics)
+        return self.frontend.loop.metrics()
 
     def _generate(
         self,

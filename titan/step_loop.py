@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from threading import RLock, get_ident
 from typing import Any, TypeVar
 
 from titan.core.checks import shown
+from titan.core.metrics import EngineMetrics
 from titan.core.process import check_process
 from titan.core.request import Request
 from titan.engine import Engine
@@ -143,6 +144,16 @@ class StepLoop:
             return num_aborted
 
         return self.between_steps(abort_families)
+
+    def metrics(self) -> EngineMetrics:
+        """Return the engine's metrics, in which the requests wait, too, that its scheduler has no room for yet."""
+
+        def measure() -> EngineMetrics:
+            num_held = sum(not each.is_finished for run in tuple(self._runs) for each in tuple(run.to_queue))
+            metrics = self.engine.metrics()
+            return replace(metrics, num_waiting=metrics.num_waiting + num_held)
+
+        return self.between_steps(measure)
 
     def check_caller(self) -> None:
         """Refuse a caller that would wait forever.

@@ -122,6 +122,7 @@ class Scheduler:
             self.policy.remove(request)
         elif request not in self.running:
             request.metrics.finished_time = self.clock()
+            self.counters.num_finished_requests += 1
             return
         self._finish(request)
 
