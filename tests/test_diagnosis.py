@@ -23,6 +23,7 @@ from titan.core.step_log import MAX_STEPS, StepLog
 from titan.core.step_times import StepTimes
 from titan.diagnosis import limits
 from titan.engine import Engine
+from titan.kernels.triton.backend import TritonBackend
 
 Milliseconds = Callable[[int], float]
 """Of a pass of the target, by its rows."""
@@ -174,9 +175,9 @@ def test_steps_that_computed_nothing_have_no_row_cost() -> None:
 
 def test_utilisation_is_told_where_the_device_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = make_back_end("triton")
-    assert backend.utilization() is None
+    assert isinstance(backend, TritonBackend) and backend.utilization() is None
     backend.device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "utilization", lambda _: 37)
-    assert backend.utilization() == 0.37
+    assert TritonBackend.utilization(backend) == 0.37
     monkeypatch.delattr(torch.cuda, "utilization")
-    assert backend.utilization() is None
+    assert TritonBackend.utilization(backend) is None
