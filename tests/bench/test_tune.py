@@ -101,6 +101,7 @@ def test_a_candidate_that_is_wrong_or_does_not_run_is_none(monkeypatch: pytest.M
         return lambda layer: output * 1.1 if config.block_n == 32 else output
 
     monkeypatch.setattr(tune, "titan", titan)
+    monkeypatch.setattr(tune, "seconds_per_layer", lambda *_: 1.0)
     rows: list[Row] = []
     assert set(tune.tune(KEY, 32, TINY, rows)) == {PRESENT[1]}
     failed, wrong = tune.make_report(rows, "").warnings
