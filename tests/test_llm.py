@@ -221,6 +221,15 @@ def test_a_waiting_request_times_out(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
         stream.close()  # type: ignore[attr-defined]
 
 
+def test_the_time_of_a_stream_counts_from_when_its_first_output_is_asked_for(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(llm, monkeypatch)
+    stream = llm.stream(PROMPTS[0], greedy(40, ignore_eos=True, use_speculative=False, n=2), timeout_s=9.5)
+    clock.now = 100.0
+    *_, last = stream
+    assert [(len(each.token_ids), each.finish_reason) for each in last.outputs] == [(10, "abort"), (9, "abort")]
+    assert (last.metrics.arrival_time, last.metrics.first_scheduled_time, last.metrics.finished_time) == (100.0, 100.0, 110.0)
+
+
 def test_a_request_times_out_that_has_no_room_to_wait_in(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     Clock(llm, monkeypatch)
     scheduler = llm.engine.scheduler

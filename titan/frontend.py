@@ -202,6 +202,9 @@ class FrontEnd:
                     return
 
     def _stream(self, request: Request) -> Iterator[RequestOutput]:
+        now = self.engine.scheduler.clock()
+        for each in request.family:
+            each.metrics.arrival_time = now  # not earlier: a time-out must not run before anybody asks for the output
         # text that could be the start of a stop string, which would not stay, is held back until that is decided
         cut_strings = () if request.params.include_stop_str_in_output else request.params.stop_strings
         num_held = max(map(len, cut_strings), default=1) - 1

@@ -167,8 +167,8 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Generate for one prompt and yield its output when a completion grows: text and tokens so far, complete characters only.
 
-        Other requests in flight continue. Generation starts when the first output is requested; leaving the loop early aborts it.
-        The terms are as in `generate`.
+        Other requests in flight continue. The request arrives when its first output is asked for, and starts then: no time counts
+        before, and `abort` does not know it yet. Leaving the loop early aborts it. The terms are as in `generate`.
 
         Raises:
             TypeError: there is no term of a name.
