@@ -19,7 +19,7 @@ from titan.bench.step_times import step_times
 from titan.bench.workloads import Workload
 from titan.core.request import Request
 from titan.engine import Engine
-from titan.frontend import FrontEnd
+from titan.input_processor import InputProcessor
 
 
 def make_requests(engine: Engine, workload: Workload, **options: Any) -> list[Request]:
@@ -30,10 +30,10 @@ def make_requests(engine: Engine, workload: Workload, **options: Any) -> list[Re
     Raises:
         ValueError: one of them would end before it has its tokens, for want of room.
     """
-    frontend = FrontEnd(engine)
+    inputs = InputProcessor(engine)
     options = {"temperature": 0.0, "ignore_eos": True, **options}
     requests = [
-        frontend.make_request(prompt, SamplingParams(**options, max_tokens=output_len), terms)
+        inputs.make_request(prompt, SamplingParams(**options, max_tokens=output_len), terms)
         for prompt, output_len, terms in zip(workload.prompts, workload.output_lens, workload.terms, strict=True)
     ]
     if [request.max_tokens for request in requests] != workload.output_lens:

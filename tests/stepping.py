@@ -19,10 +19,10 @@ from titan.core.terms import RequestTerms
 from titan.core.trees import DraftTree, DraftTrees, TreeLimits, Upload
 from titan.draft.registry import DraftSpec
 from titan.engine import Engine
-from titan.frontend import FrontEnd, choose_tokenizer
+from titan.input_processor import InputProcessor
 from titan.kernels.interfaces import Backend
 from titan.models.files import ModelFiles
-from titan.models.loader import open_model
+from titan.models.loader import choose_tokenizer, open_model
 
 SCARCE: dict[str, Any] = {"max_batch_size": 4, "prefill_chunk_size": 7, "block_size": 8, "num_kv_blocks": 14}
 AMPLE: dict[str, Any] = {"max_batch_size": 32, "block_size": 16, "num_kv_blocks": 400}
@@ -53,9 +53,9 @@ def greedy(max_tokens: int | None, **options: Any) -> SamplingParams:
 def submit(
     engine: Engine, prompts: Iterable[Sequence[int]], params: Iterable[SamplingParams], terms: Sequence[RequestTerms] = ()
 ) -> list[Request]:
-    frontend = FrontEnd(engine, DigitTokenizer())
+    inputs = InputProcessor(engine, DigitTokenizer())
     requests = [
-        frontend.make_request(prompt, each, terms[i] if terms else RequestTerms())
+        inputs.make_request(prompt, each, terms[i] if terms else RequestTerms())
         for i, (prompt, each) in enumerate(zip(prompts, params, strict=True))
     ]
     for request in requests:

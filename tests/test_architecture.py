@@ -38,7 +38,7 @@ ORDER = [
         "titan.chat",
         "titan.vllm_names",
     },
-    {"titan.step_loop"},
+    {"titan.step_loop", "titan.input_processor", "titan.output_processor"},
     {"titan.frontend"},
     {"titan.llm"},
     {"titan"},  # titan/__init__.py

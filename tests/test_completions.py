@@ -16,7 +16,7 @@ from titan.core.outputs import merge_metrics
 from titan.core.request import Request
 from titan.core.terms import RequestTerms
 from titan.engine import Engine
-from titan.frontend import FrontEnd
+from titan.input_processor import InputProcessor
 
 PROMPT = random_prompts(2, seed=8, max_len=40)[1]  # 40 tokens
 CPU: dict[str, Any] = {"dtype": "float32", "device": "cpu", "speculation": "fixed", "draft_sampling": "greedy"}
@@ -27,7 +27,7 @@ def sampled(n: int, max_tokens: int = 14, **options: Any) -> SamplingParams:
 
 
 def add(engine: Engine, params: SamplingParams, prompt: list[int] = PROMPT) -> tuple[Request, ...]:
-    family = FrontEnd(engine).make_request(prompt, params, RequestTerms()).family
+    family = InputProcessor(engine).make_request(prompt, params, RequestTerms()).family
     for request in family:
         engine.scheduler.add(request)
     return family

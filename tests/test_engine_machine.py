@@ -33,7 +33,7 @@ from titan.core.sampling_params import SamplingParams
 from titan.core.terms import PRIORITIES, RequestTerms
 from titan.draft.registry import DraftSpec
 from titan.engine import Engine
-from titan.frontend import FrontEnd
+from titan.input_processor import InputProcessor
 from titan.kernels.interfaces import Backend
 from titan.models.decoder import Decoder
 from titan.models.files import ModelFiles
@@ -143,7 +143,7 @@ class EngineMachine(RuleBasedStateMachine):
         )  # fmt: skip
         self.now, self.num_steps, self.has_failed = 0.0, 0, False
         self.engine.scheduler.clock = lambda: self.now
-        self.frontend = FrontEnd(self.engine)
+        self.inputs = InputProcessor(self.engine)
         self.requests, self.unfinished = list[Request](), list[Request]()
         self.auditor = Auditor(self.zoo, self.engine, "llama")
         self.fairness, self.ageing = FairnessWatch(WEIGHTS), AgeingWatch(AGEING_S)
@@ -178,9 +178,9 @@ class EngineMachine(RuleBasedStateMachine):
             )  # fmt: skip
             if len(prompt) + params.max_tokens > self.engine.kv.num_blocks * 8:
                 with pytest.raises(ValueError, match="could never fit"):
-                    self.frontend.make_request(prompt, params, terms)
+                    self.inputs.make_request(prompt, params, terms)
                 continue
-            family = self.frontend.make_request(prompt, params, terms).family
+            family = self.inputs.make_request(prompt, params, terms).family
             for request in family:
                 scheduler.add(request)
             self.requests += family

@@ -16,9 +16,9 @@ from titan.core.terms import TermOptions, as_terms
 from titan.diagnosis import faults, limits
 from titan.draft.registry import DraftSpec
 from titan.engine import Engine
-from titan.frontend import FrontEnd, choose_tokenizer
+from titan.frontend import FrontEnd
 from titan.models.files import ModelFiles
-from titan.models.loader import load_sampling_defaults, open_model, resolve_model
+from titan.models.loader import choose_tokenizer, load_sampling_defaults, open_model, resolve_model
 from titan.prompts import Prompt, Refusal, as_prompts
 from titan.vllm_names import LLMOptions, translate
 

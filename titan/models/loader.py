@@ -201,6 +201,31 @@ def load_tokenizer(files: ModelFiles, *, trust_remote_code: bool = False) -> Pre
     return tokenizer
 
 
+def choose_tokenizer(
+    files: ModelFiles, tokenizer: str | None, *, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase | None:
+    """Load the requested tokenizer, or else the target model's; return ``None`` if it has none.
+
+    Args:
+        files: of the target model.
+        tokenizer: "demo", a folder or a hub id, whose main branch is read; ``None`` = the model's.
+        trust_remote_code: as in `titan.core.options.ModelOptions`.
+
+    Raises:
+        ValueError: the tokenizer cannot be used, or the requested one does not exist.
+    """
+    if tokenizer is None:
+        return load_tokenizer(files, trust_remote_code=trust_remote_code)
+    try:
+        requested = ModelFiles(resolve_model(tokenizer, "target"), download_dir=files.download_dir)
+        loaded = load_tokenizer(requested, trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        raise ValueError(f"tokenizer={tokenizer!r} cannot be used: {error}") from error
+    if loaded is None:
+        raise ValueError(f"tokenizer={tokenizer!r} has no tokenizer: it must be a folder or hub id with tokenizer.json")
+    return loaded
+
+
 def _missing_reader(found: list[str]) -> str | None:
     """Return what to install, if files of a tokenizer are read by packages that are not there; transformers names another."""
     from transformers.utils.import_utils import is_protobuf_available, is_sentencepiece_available
