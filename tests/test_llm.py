@@ -351,6 +351,7 @@ def test_outputs_are_the_callers_own(zoo: Zoo) -> None:
         (i + 1, len(prompt) + 1) for i in (1, 2, 3, 4)
     ]
     assert outputs[-1].outputs[0].token_ids == expected.outputs[0].token_ids and len(prompt) == 4
+    assert all(output.prompt_token_ids is outputs[0].prompt_token_ids for output in outputs), "which may be long"
     assert [output.metrics.num_emitted_tokens for output in outputs] == [1, 2, 3, 4]
 
 

@@ -64,7 +64,7 @@ class FrontEnd:
         completions = [each for request in requests for each in request.family]
         self._run_all(completions, use_tqdm)
         outputs = [
-            self._outputs.make_output(request)
+            self._outputs.make_output(request, list(request.prompt_token_ids))
             if isinstance(request, Request)
             else refused_output(terms[i].request_id or f"refused-{i}", prompts[i], params[i], request.reason)
             for i, request in enumerate(made)
@@ -120,12 +120,13 @@ class FrontEnd:
         now = self.engine.scheduler.clock()
         for each in request.family:
             each.metrics.arrival_time = now  # not earlier: a time-out must not run before anybody asks for the output
+        prompt_token_ids = list(request.prompt_token_ids)  # one copy for all outputs; the engine reads the original
         shown = (0, False)
 
         def find_output() -> RequestOutput | None:
             nonlocal shown
             before, shown = shown, _progress(request)
-            return self._outputs.make_output(request) if shown != before else None
+            return self._outputs.make_output(request, prompt_token_ids) if shown != before else None
 
         with closing(self.loop.run(request.family, find_output)) as outputs:
             for output in outputs:

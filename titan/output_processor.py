@@ -29,8 +29,13 @@ class OutputProcessor:
         # the cached function is no method: it would hold this object, in a cycle that keeps the engine's memory
         self._token_text = cache(partial(_token_text, tokenizer))
 
-    def make_output(self, request: Request) -> RequestOutput:
-        """Return the current output of a request and its siblings; of requests that run, between steps only."""
+    def make_output(self, request: Request, prompt_token_ids: list[int]) -> RequestOutput:
+        """Return the current output of a request and its siblings; of requests that run, between steps only.
+
+        Args:
+            request: one of them.
+            prompt_token_ids: a copy of the request's: callers may change it, and the engine reads the original.
+        """
         family = request.family
         for each in family:
             self._decode_logprobs(each)  # first, since it may end the request with an error
@@ -38,7 +43,7 @@ class OutputProcessor:
         return RequestOutput(
             request_id=family[0].request_id,
             prompt=request.prompt,
-            prompt_token_ids=list(request.prompt_token_ids),  # the engine reads the original
+            prompt_token_ids=prompt_token_ids,
             outputs=[self._make_completion(each) for each in family],
             finished=all(each.is_finished for each in family),
             metrics=merge_metrics([each.metrics for each in family]),

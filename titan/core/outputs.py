@@ -101,8 +101,8 @@ class CompletionOutput:
 class RequestOutput:
     """The output of one request, ``n`` completions of one prompt; ``error`` says why one of them was aborted or failed.
 
-    ``prompt_logprobs`` has, if requested, an entry per prompt token, like those of ``CompletionOutput.logprobs``; the first is
-    ``None``, for nothing predicts it.
+    The outputs of a stream share ``prompt_token_ids``. ``prompt_logprobs`` has, if requested, an entry per prompt token, like those
+    of ``CompletionOutput.logprobs``; the first is ``None``, for nothing predicts it.
     """
 
     request_id: str
