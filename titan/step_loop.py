@@ -15,20 +15,49 @@ from titan.core.metrics import EngineMetrics
 from titan.core.process import check_process
 from titan.core.request import Request
 from titan.engine import Engine
+from titan.schedule.scheduler import Scheduler
 
 T = TypeVar("T")
 
 PATIENCE_S = 1.0
-"""Seconds after which a caller that sleeps looks for itself whether anybody leads: an interrupt may have cost it its turn."""
+"""A sleeping caller wakes after this many seconds to check for a leader, in case an interrupt lost its wake-up."""
 
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """The requests that a caller runs."""
+    """The requests of one call.
+
+    Args:
+        requests: all of them.
+        to_queue: those that the scheduler has had no room for yet, in order.
+        expiries: times at which requests of them time out, ascending, without those that have passed.
+        failure: of a step, which ended those that were in flight; ``None`` = no step failed.
+    """
 
     requests: Sequence[Request]
-    to_queue: deque[Request]  # those that the scheduler has no room for yet
-    failure: str | None = None  # what has ended some of them that were in flight, with all others
+    to_queue: deque[Request]
+    expiries: deque[float]
+    failure: str | None = None
+
+    def check(self) -> None:
+        """Raise a `RuntimeError` if a step failed, which ended some of the requests."""
+        if self.failure is not None:
+            raise RuntimeError(f"a step failed, which ended all requests in flight: {self.failure}")
+
+    def put_overdue_first(self, scheduler: Scheduler) -> None:
+        """Reorder what is to be queued when a request times out: what is overdue needs no room, and the next step ends it."""
+        if not self.expiries or self.expiries[0] > (now := scheduler.clock()):
+            return
+        while self.expiries and self.expiries[0] <= now:
+            self.expiries.popleft()
+        self.to_queue = deque(sorted(self.to_queue, key=lambda each: each.expiry is None or each.expiry > now))
+
+    def queue(self, scheduler: Scheduler) -> None:
+        """Queue requests while the scheduler has room for them; those that were aborted meanwhile are dropped."""
+        while self.to_queue and ((request := self.to_queue[0]).is_finished or scheduler.may_add(request)):
+            if not request.is_finished:
+                scheduler.add(request)
+            self.to_queue.popleft()  # now that it is in flight: an interrupt must not lose it
 
 
 @dataclass(slots=True, eq=False)
@@ -52,8 +81,8 @@ class StepLoop:
     A caller without its answer **leads**, that is, steps, unless another does; then it sleeps. Between steps, the leader asks on
     behalf of all, and wakes those who have their answer. When it has its own, the next caller leads.
 
-    What is left to a leader, callers and requests to abort, is stored first; then the lead is tried. Who has ceased to lead looks
-    again. So nothing is overlooked, and nobody waits for a lock: not even a finalizer inside a step.
+    To hand work to the leader, callers or requests to abort: store it, then try to become leader. A leader that steps down checks
+    once more. So no work is missed, and nobody blocks on the lock, not even a finalizer inside a step.
 
     Args:
         engine: used through the loop only, while there are several threads.
@@ -83,22 +112,14 @@ class StepLoop:
             RuntimeError: a step failed, which ended one of the requests. The thread that made the step gets the error itself.
             RuntimeError: as `between_steps`.
         """
-        run, scheduler = _Run(requests, deque(requests)), self.engine.scheduler
-        expiries = deque(sorted(each.expiry for each in requests if each.expiry is not None))
+        expiries = sorted(each.expiry for each in requests if each.expiry is not None)
+        run, scheduler = _Run(requests, deque(requests), deque(expiries)), self.engine.scheduler
         firsts = [each for each in requests if not each.index]
 
         def ask() -> T | None:
-            if run.failure is not None:
-                raise RuntimeError(f"a step failed, which ended all requests in flight: {run.failure}")
-            if expiries and expiries[0] <= (now := scheduler.clock()):
-                while expiries and expiries[0] <= now:
-                    expiries.popleft()
-                # the overdue ones first: they may be queued at once, and the next step ends them
-                run.to_queue = deque(sorted(run.to_queue, key=lambda each: each.expiry is None or each.expiry > now))
-            while run.to_queue and ((request := run.to_queue[0]).is_finished or scheduler.may_add(request)):
-                if not request.is_finished:
-                    scheduler.add(request)
-                run.to_queue.popleft()  # now that it is in flight: an interrupt must not lose it
+            run.check()
+            run.put_overdue_first(scheduler)
+            run.queue(scheduler)
             return find_news()
 
         try:
