@@ -18,22 +18,22 @@ PROBE = "titan-probe"
 """Content that shows whether a template takes text, or parts."""
 
 OWN_OPTIONS = ("conversation", "tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length")
-"""Arguments of ``apply_chat_template`` that are no variables of a template; some would cut prompts, of other threads as well."""
+"""Arguments of ``apply_chat_template`` that a call may not set: some would cut its prompts, and those of other threads."""
 
 
 class ChatTemplate:
-    """A chat template, as it is called.
+    """A chat template with the arguments of a call.
 
-    Templates that loop over the parts of a message's content show nothing of one that is text, or its characters; others show a
-    list of parts as Python does. Which kind this is, it shows itself. Where it takes parts, they are left as they are; else they
-    become lines, as in vLLM.
+    Some templates take a message's content as text, others as a list of parts; given the other form, most render something wrong
+    without an error. So a probe is rendered in both forms, to see which ones the template takes. If it takes parts, they are left
+    as they are; else they become lines of text, as in vLLM.
 
     Args:
         tokenizer: a transformers tokenizer; ``None``: the model has none.
         kwargs: the ``chat_template_kwargs`` of `titan.LLM.chat`; the others are its arguments of these names.
 
     Raises:
-        ValueError: one of them is not allowed, ``kwargs`` has what is an argument itself, or there is no chat template.
+        ValueError: an argument is not allowed, ``kwargs`` has one of the others, or there is no chat template.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ChatTemplate:
             raise ValueError("chat() needs a tokenizer with a chat template, and the model has none: use generate()")
         self._tokenizer = tokenizer
         by_text, by_parts = self._try(PROBE), self._try(_as_parts([PROBE]))
-        self._takes_text = PROBE in by_text or PROBE not in by_parts  # a template may refuse such a conversation anyway
+        self._takes_text = PROBE in by_text or PROBE not in by_parts  # if neither form shows: it may refuse such a conversation
         self._takes_parts = PROBE in by_parts and (by_parts == by_text or not self._takes_text)
 
     def render(self, messages: object) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class ChatTemplate:
 
 
 def as_conversations(messages: Any) -> list[Any]:
-    """Return the conversations of a call, one or a sequence of them, as a list; what is none is found when it is rendered.
+    """Return the conversations of a call, one or a sequence of them, as a list; `ChatTemplate.render` checks each of them later.
 
     Raises:
         ValueError: it is neither a conversation nor a sequence.
@@ -111,7 +111,7 @@ def as_conversations(messages: Any) -> list[Any]:
 
 
 def _read_options(own: Mapping[str, Any], kwargs: object) -> dict[str, Any]:
-    """Return what a template is called with."""
+    """Check the arguments of a call, and return those of ``apply_chat_template``."""
     check_text("chat_template", own["chat_template"])
     for name in ("add_generation_prompt", "continue_final_message"):
         check_bool(name, own[name])

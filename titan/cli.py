@@ -53,8 +53,8 @@ BENCHES = {
 WARM_UP_TOKENS = 24
 """Tokens generated before timing starts, so that one-time set-up is not measured."""
 
-DTYPE_HELP = f"of weights and KV: {', '.join(DTYPES)} (default: auto)"
-IMPL_HELP = "whose layers: Titan's own decoder, transformers' modules, or the former where it can (default: auto)"
+DTYPE_HELP = f"dtype of weights and KV: {', '.join(DTYPES)} (default: auto)"
+IMPL_HELP = "native: Titan's own decoder; transformers: modules of that library; auto: the former where it can (default: auto)"
 TRUST_HELP = "run the code that a checkpoint comes with"
 REVISION_HELP = "branch, tag or commit of a model on the hub (default: its main branch)"
 
@@ -100,8 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _run_command(argv)
         finally:
-            sys.stdout.flush()  # here, where an error can still be told
-    except BrokenPipeError:  # whoever reads has enough
+            sys.stdout.flush()  # here, where an error can still be reported
+    except BrokenPipeError:  # the reader has closed the pipe
         _discard_output()
         return 128 + signal.SIGPIPE
     except OSError as error:
@@ -209,7 +209,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add("--model-impl", choices=MODEL_IMPLS, default="auto", help=IMPL_HELP)
     add("--trust-remote-code", action="store_true", help=TRUST_HELP)
     add("--dtype", default="auto", help=DTYPE_HELP)
-    add("--draft-dtype", help="of the draft's weights and KV, likewise (default: that of the target)")
+    add("--draft-dtype", help="dtype of the draft's weights and KV (default: that of the target)")
     add(
         "--draft-weight-bits",
         type=weight_bits_of,
@@ -218,8 +218,8 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         "leave them as they are; auto: 8 where it is faster (default)",
     )
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
-    add("--num-threads", type=int, help="of a CPU (default: one per physical core)")
-    add("--no-warm-up", dest="warm_up", action="store_false", help="of a GPU: compile kernels when they are first needed")
+    add("--num-threads", type=int, help="threads on a CPU (default: one per physical core)")
+    add("--no-warm-up", dest="warm_up", action="store_false", help="on a GPU: compile kernels when they are first needed")
     add("--compare", action="store_true", help="run again without speculation and print the speed-up")
     add("--json", action="store_true", help="print one JSON object instead of text")
 
@@ -264,7 +264,7 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _find_difference(llm: LLM, run: Run, plain: Run) -> Difference | None:
-    """Return where two runs differ, if they do; the model then computes the logits after what they share once more."""
+    """Return where two runs differ; ``None`` if they do not. The logits at that place are computed again."""
     ours, others = run.output.outputs[0].token_ids, plain.output.outputs[0].token_ids
     if ours == others:
         return None

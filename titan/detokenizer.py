@@ -10,7 +10,7 @@ CONTEXT_TOKENS = 6
 """Tokens decoded before the new ones, so that the tokenizer joins words as it would in the whole text."""
 MAX_CHARACTER_TOKENS = 4  # a UTF-8 character has at most 4 bytes
 MAX_HELD_TOKENS = 8
-"""Longest tail that is held back: one that stays undecodable for longer is not a character."""
+"""Tokens that are held back at most: if they are still no character then, they never will be."""
 
 
 class IncrementalDetokenizer:
@@ -35,8 +35,8 @@ class IncrementalDetokenizer:
             num_complete, text = self._find_complete(context)
             if not text.startswith(REPLACEMENT):
                 break
-        self._token_ids = context  # then tokens not yet in the text
-        self._num_seen = len(context)  # tokens of the prompt, or in the text
+        self._token_ids = context  # and after it the tokens that are not in the text yet
+        self._num_seen = len(context)  # of these, those that are in the prompt or in the text
         self._ends = [num_complete]  # numbers of tokens after which all characters were complete
         self._shown = text.rstrip(REPLACEMENT)  # text of the context; a character that starts in the prompt counts as output
 
@@ -72,7 +72,7 @@ class IncrementalDetokenizer:
         self._shown = self._decode(self._token_ids)
 
     def _find_complete(self, token_ids: Sequence[int]) -> tuple[int, str]:
-        """Return how many tokens to take for the most complete characters, the last one perhaps incomplete, and their text."""
+        """Return the number of leading tokens that decode to the most complete characters, and their text."""
         num_tokens, text = len(token_ids), self._decode(token_ids)
         best = num_tokens, text
         if text.endswith(REPLACEMENT):

@@ -69,7 +69,7 @@ class LLM:
         self.frontend = FrontEnd(self.engine, target_tokenizer)
 
     def get_tokenizer(self) -> Any:
-        """Return a copy of the model's transformers tokenizer, which keeps state between calls.
+        """Return a copy of the model's transformers tokenizer: the original keeps state between calls.
 
         Raises:
             ValueError: the model has none.
@@ -79,7 +79,7 @@ class LLM:
         return deepcopy(self.frontend.tokenizer)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return what applies where a call has no sampling params: those of the model's generation_config.json.
+        """Return the sampling params of calls that give none: those of the model's generation_config.json.
 
         With ``generation_config="vllm"``, they are `SamplingParams()`.
         """
@@ -180,7 +180,7 @@ class LLM:
     def abort(self, request_id: str | Collection[str]) -> int:
         """End requests in flight, all their completions: their callers get the output so far, with finish_reason "abort".
 
-        For a thread beside those that wait for the requests, or between the outputs of `stream`.
+        To be called in another thread than those that wait for the requests, or between the outputs of `stream`.
 
         Args:
             request_id: as given to `generate`, `chat` or `stream`, or that of a `RequestOutput`; or several of these.
@@ -199,7 +199,7 @@ class LLM:
         return self.frontend.loop.abort(request_ids)
 
     def abort_all(self) -> int:
-        """End all requests in flight as `abort` does, and return how many there were; what is called from then on runs."""
+        """End all requests in flight as `abort` does, and return how many there were; later requests are not affected."""
         return self.frontend.loop.abort()
 
     def reset_prefix_cache(self) -> bool:
@@ -228,8 +228,8 @@ class LLM:
     def compact_kv_cache(self) -> int:
         """Move all KV blocks with content to the front of the cache, between steps; return how many moved.
 
-        Those of a request come to be in a row, which a CPU reads faster: that is what remains of it if the cache is not made
-        smaller afterwards. No tokens change. An interrupt ends all requests.
+        Blocks of one request then lie side by side, which a CPU reads faster, and the end of the cache is free. No tokens change.
+        An interrupt ends all requests.
         """
         return self.frontend.loop.between_steps(self.engine.compact_kv_cache)
 
@@ -239,7 +239,8 @@ class LLM:
         A smaller cache gives its memory back; the cached prefixes that were used longest ago are dropped where they do not fit.
         Requests that were admitted, but not yet queued, end with an error if they no longer fit.
 
-        A draft that does not take its cache back, where a resize fails, is let go, with a warning. An interrupt ends all requests.
+        If a resize fails and the draft does not take its cache back, nothing drafts any more, and a warning says so. An interrupt
+        ends all requests.
 
         Args:
             num_blocks: of target and draft each.
@@ -251,7 +252,7 @@ class LLM:
         self.frontend.loop.between_steps(lambda: self.engine.resize_kv_cache(num_blocks))
 
     def metrics(self) -> EngineMetrics:
-        """Return totals since the engine started, whatever drafted, and its current state and draft."""
+        """Return totals since the engine started, those of former drafts included, and its current state and draft."""
         return self.frontend.loop.metrics()
 
     def _generate(

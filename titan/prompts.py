@@ -16,7 +16,7 @@ A dict may have "cache_salt" as well, which is that of `titan.core.terms.Request
 
 KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 BYTES = bytes | bytearray | memoryview
-"""Sequences of integers that are no token ids."""
+"""Sequences of integers that are not taken for token ids."""
 FORMS = "a str or a list of int, alone or in a dict as 'prompt' or 'prompt_token_ids'"
 
 
@@ -25,12 +25,12 @@ class ReadPrompt(NamedTuple):
 
     text: str | None
     token_ids: list[int] | None
-    cache_salt: Any = None  # as given
+    cache_salt: Any = None  # not checked yet
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a prompt of a call is not run, in words: an error would hold the frames that it was raised in, and by them the engine."""
+    """The reason why a prompt of a call is not run, as text: an exception has a traceback, which would keep the engine alive."""
 
     reason: str
 
@@ -54,7 +54,7 @@ def read_prompt(prompt: object) -> ReadPrompt:
 
 
 def as_prompts(prompts: Any) -> list[Any]:
-    """Return the prompts of a call, one or a sequence of them, as a list; what is no prompt is found when it is read.
+    """Return the prompts of a call, one or a sequence of them, as a list; `read_prompt` checks each of them later.
 
     Raises:
         ValueError: it is neither a prompt nor a sequence.
@@ -68,7 +68,7 @@ def as_prompts(prompts: Any) -> list[Any]:
 
 
 def shown_prompt(prompt: Any) -> ReadPrompt:
-    """Return what the output of a refused prompt shows."""
+    """Return a refused prompt as its output shows it, as far as it can be read."""
     if isinstance(prompt, str):
         return ReadPrompt(prompt, [])
     text, token_ids = map(prompt.get, KEYS[:2]) if isinstance(prompt, Mapping) else (None, prompt)

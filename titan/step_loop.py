@@ -62,7 +62,7 @@ class _Run:
 
 @dataclass(slots=True, eq=False)
 class _Caller:
-    """A thread that waits for an answer, which whoever steps asks for between steps."""
+    """A thread that waits for an answer, for which the leader asks between steps."""
 
     ask: Callable[[], Any]  # returns None as long as there is no answer
     woken: SimpleQueue[None] = field(default_factory=SimpleQueue)
@@ -78,7 +78,7 @@ class _Caller:
 class StepLoop:
     """Steps an engine for all threads that wait for it; there is no thread of its own.
 
-    A caller without its answer **leads**, that is, steps, unless another does; then it sleeps. Between steps, the leader asks on
+    A caller without its answer **leads**: it steps. If another caller leads already, it sleeps. Between steps, the leader asks on
     behalf of all, and wakes those who have their answer. When it has its own, the next caller leads.
 
     To hand work to the leader, callers or requests to abort: store it, then try to become leader. A leader that steps down checks
@@ -90,21 +90,21 @@ class StepLoop:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._lock = RLock()  # of the leader
-        self._leader: int | None = None  # its thread
+        self._lock = RLock()  # held by the leader
+        self._leader: int | None = None  # the thread that holds the lock
         self._callers: dict[_Caller, None] = {}  # in order of arrival; the leader is among them
-        self._in_flight: dict[str, Request] = {}  # of callers, by id: of each prompt the first request
+        self._in_flight: dict[str, Request] = {}  # the first request of each prompt, by id
         self._runs: dict[_Run, None] = {}
         self._abandoned: deque[Request] = deque()
-        self._failure: str | None = None  # of work that has not come to its end, and may have left the engine half changed
+        self._failure: str | None = None  # why some work was not completed, which may have left the engine half changed
 
     def run(self, requests: Sequence[Request], find_news: Callable[[], T | None]) -> Generator[T]:
-        """Queue requests, and yield what ``find_news`` finds between steps whenever it finds something, without an end.
+        """Queue requests, and between steps yield what ``find_news`` returns unless it is ``None``, until the iteration is closed.
 
-        The requests that are unfinished when the iteration is closed are aborted, at the latest after the step that runs.
+        The requests that are unfinished then are aborted, at the latest after the step that runs.
 
         Args:
-            requests: not queued yet; they are as the waiting queue has room, callers taking turns.
+            requests: not queued yet; that is done as the waiting queue has room, and callers take turns.
             find_news: called between steps, perhaps by another thread; must not wait.
 
         Raises:
@@ -155,7 +155,7 @@ class StepLoop:
 
         def abort_families() -> int:
             num_aborted = 0
-            for request_id, first in tuple(self._in_flight.items()):  # at once: other threads come and leave
+            for request_id, first in tuple(self._in_flight.items()):  # a copy: other threads come and leave
                 if request_ids is not None and request_id not in request_ids:
                     continue
                 unfinished = [each for each in first.family if not each.is_finished]
@@ -167,7 +167,7 @@ class StepLoop:
         return self.between_steps(abort_families)
 
     def metrics(self) -> EngineMetrics:
-        """Return the engine's metrics, in which the requests wait, too, that its scheduler has no room for yet."""
+        """Return the engine's metrics; requests that its scheduler has no room for yet count as waiting."""
 
         def measure() -> EngineMetrics:
             num_held = sum(not each.is_finished for run in tuple(self._runs) for each in tuple(run.to_queue))
@@ -204,12 +204,12 @@ class StepLoop:
             self._callers.pop(caller, None)
             self._hand_over()
         if caller.errors:
-            raise caller.errors.pop()  # out of the caller: its traceback leads back to that, and so to the engine, in a cycle
+            raise caller.errors.pop()  # kept there, it would be in a cycle: its traceback has the caller, and the engine
         answer: T = caller.answer
         return answer
 
     def _lead(self, work: Callable[[], None]) -> bool:
-        """Do work that is between steps or consists of them, and return True, unless another thread leads, or this one already."""
+        """Lead, do some work and return True; or return False, since another thread leads, or this one already."""
         own = get_ident()
         if self._leader == own:
             return False
@@ -218,7 +218,7 @@ class StepLoop:
                 return False
             self._leader = own
             self._do(work)
-        finally:  # no call comes before the release: an interrupt strikes after one, and may hide whether the lock was acquired
+        finally:  # no call comes before the release: interrupts strike after calls, and may hide whether the lock was acquired
             if self._leader == own:
                 self._leader = None
             try:  # noqa: SIM105 - that would be a call
@@ -228,7 +228,7 @@ class StepLoop:
         return True
 
     def _do(self, work: Callable[[], None]) -> None:
-        """Do work of a leader; if it does not come to its end, the next one ends all requests first, whatever is left half done."""
+        """Do work as the leader; if it fails or is interrupted, the next leader ends all requests first: it is half done."""
         if self._failure is not None:
             in_flight = {*self.engine.scheduler.in_flight}
             for run in tuple(self._runs):
@@ -261,7 +261,7 @@ class StepLoop:
                 return
             if has_answered and not self.engine.scheduler.has_unfinished:
                 continue  # one of them may have ended what another waits for
-            first, *_ = tuple(self._callers)  # at once: another thread may come or leave
+            first, *_ = tuple(self._callers)  # a copy: other threads come and leave
             self._put_last(first)  # another one is asked first next time, and may queue its requests
             if not self.engine.scheduler.has_unfinished:
                 raise RuntimeError("a request is neither waiting nor running: it cannot be finished")
