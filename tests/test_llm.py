@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from copy import copy, deepcopy
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise, zip_longest
@@ -127,6 +129,16 @@ def test_the_progress_bar_shows_speed_and_acceptance(llm: LLM, capsys: pytest.Ca
     assert "4/4" in shown and "tokens/s" in shown and "tokens/step" in shown
     llm.generate(PROMPTS, greedy(8), use_tqdm=False)
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_refused_call_leaves_no_progress_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    stream = llm.stream(PROMPTS[0], greedy(40, ignore_eos=True), request_id="mine")
+    next(stream)
+    with pytest.raises(ValueError, match="that of a request in flight"):
+        llm.generate(PROMPTS[1], greedy(8), request_id="mine")
+    stream.close()  # type: ignore[attr-defined]
+    shown = capsys.readouterr().err
+    assert "\n" not in shown and not shown.rstrip("\r").rpartition("\r")[2].strip()
 
 
 def test_an_exception_in_a_step_leaves_no_request_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,6 +410,12 @@ def test_an_engine_is_freed_at_once_whatever_was_refused(zoo: Zoo, call: Callabl
         assert engine() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("make_copy", [pickle.dumps, copy, deepcopy])
+def test_an_llm_is_that_of_one_process(llm: LLM, make_copy: Callable[[LLM], Any]) -> None:
+    with pytest.raises(TypeError, match="make an LLM in each process"):
+        make_copy(llm)
 
 
 def test_an_error_leads_to_the_call(llm: LLM) -> None:

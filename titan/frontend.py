@@ -102,7 +102,9 @@ class FrontEnd:
             return sum(request.is_finished for request in requests) if not unfinished or time.monotonic() >= due else None
 
         with (  # no bar that is disabled: that would take the lock of all bars as well
-            tqdm(total=len(requests), desc="Generating", unit="request", dynamic_ncols=True) if use_tqdm else nullcontext() as bar,
+            tqdm(total=len(requests), desc="Generating", unit="request", dynamic_ncols=True, leave=False)
+            if use_tqdm
+            else nullcontext() as bar,
             closing(self.loop.run(requests, count_finished)) as counts,
         ):
             for num_finished in counts:
@@ -110,6 +112,7 @@ class FrontEnd:
                     emitted = counters.num_emitted_tokens - num_tokens
                     rate = ratio(emitted, time.monotonic() - start)
                     per_sequence = ratio(emitted, counters.num_sequence_steps - num_sequences)
+                    bar.leave = True  # from now on: where an id was refused, an empty bar would stay
                     bar.n = num_finished
                     bar.set_postfix_str(f"{rate:.0f} tokens/s, {per_sequence:.2f} tokens/step")
                     due = time.monotonic() + BAR_INTERVAL_S

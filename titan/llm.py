@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from os import PathLike, fspath
-from typing import Any, Unpack
+from typing import Any, NoReturn, Unpack
 
 from titan.chat import ChatTemplate, Conversation, as_conversations
 from titan.core.checks import check_bool, check_path, shown
@@ -67,6 +67,12 @@ class LLM:
         target_tokenizer = choose_tokenizer(files, check_path("tokenizer", tokenizer), trust_remote_code=trust)
         self.engine = Engine(config, checkpoint, draft_model, target_tokenizer)
         self.frontend = FrontEnd(self.engine, target_tokenizer)
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled or copied."""
+        raise TypeError(
+            "an LLM cannot be pickled or copied, since its memory and threads are those of one process: make an LLM in each process"
+        )
 
     def get_tokenizer(self) -> Any:
         """Return a copy of the model's transformers tokenizer: the original keeps state between calls.
