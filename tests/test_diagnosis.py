@@ -21,7 +21,7 @@ from titan.bench.step_times import step_times
 from titan.core.metrics import EngineCounters, Percentiles, StepSplit
 from titan.core.step_log import MAX_STEPS, StepLog
 from titan.core.step_times import StepTimes
-from titan.diagnosis import limits
+from titan.diagnosis import bottlenecks
 from titan.engine import Engine
 from titan.kernels.triton.backend import TritonBackend
 
@@ -95,7 +95,7 @@ def test_the_limits_of_a_run_are_named(
     assert llm.diagnose() == []
     clock.time(llm.engine, target, parts)
     llm.generate(random_prompts(6, max_len=20), greedy(20, ignore_eos=True), use_tqdm=False)
-    found = limits(llm.metrics())
+    found = bottlenecks(llm.metrics())
     assert llm.diagnose()[: len(found)] == found
     assert ", ".join(finding.partition(":")[0] for finding in found) == names and words in " ".join(found)
 

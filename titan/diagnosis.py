@@ -1,6 +1,6 @@
 """What an engine's metrics say of its last steps: what limits them, what is wrong, and what to change.
 
-The rules of `limits`, over at most the last 1,024 steps:
+The rules of `bottlenecks`, over at most the last 1,024 steps:
 
 - idle: less than half of the time was spent in steps.
 - queue: in at least half of the steps requests waited, for room among the running ones or for prompt tokens of the step.
@@ -26,7 +26,7 @@ MANY_DRAFTS, FEW_TOKENS = 100, 1.3
 """Draft tokens from which on acceptance is known, and the tokens per request and step below which it is low."""
 
 
-def limits(metrics: EngineMetrics) -> list[str]:
+def bottlenecks(metrics: EngineMetrics) -> list[str]:
     """Return what limits the last steps and what to change, a sentence each that begins with the limit's name and a colon."""
     recent = metrics.recent
     if not recent.num_steps:

@@ -44,7 +44,7 @@ from titan.memory.kv_cache import KVCache
 from titan.memory.sizing import block_bytes, num_kv_blocks, num_swap_blocks
 from titan.models.config import ModelConfig
 from titan.models.loader import Checkpoint, how_it_runs, load_model, run_dtype
-from titan.schedule.admission import Limits
+from titan.schedule.admission import RequestLimits
 from titan.schedule.scheduler import Scheduler
 from titan.verify.accept import accept
 from titan.verify.logprobs import prompt_logprobs
@@ -155,9 +155,9 @@ class Engine:
         self._inform_swap_rule()
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> RequestLimits:
         """Limits of requests."""
-        return Limits(self.model_config.vocab_size, self.max_model_len, self.kv.num_blocks, self.kv.block_size)
+        return RequestLimits(self.model_config.vocab_size, self.max_model_len, self.kv.num_blocks, self.kv.block_size)
 
     @property
     def drafter(self) -> Drafter:

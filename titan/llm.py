@@ -13,7 +13,7 @@ from titan.core.metrics import EngineMetrics
 from titan.core.outputs import RequestOutput
 from titan.core.sampling_params import SamplingParams
 from titan.core.terms import TermOptions, as_terms
-from titan.diagnosis import faults, limits
+from titan.diagnosis import bottlenecks, faults
 from titan.draft.registry import DraftSpec
 from titan.engine import Engine
 from titan.frontend import FrontEnd
@@ -300,4 +300,4 @@ def _as_params_list(params: SamplingParams | Sequence[SamplingParams], num_promp
 def _diagnose(engine: Engine) -> list[str]:
     engine.kv.check(engine.scheduler.in_flight)
     metrics = engine.metrics()
-    return [*limits(metrics), *faults(metrics)]
+    return [*bottlenecks(metrics), *faults(metrics)]

@@ -11,8 +11,8 @@ from titan.core.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of an engine."""
+class RequestLimits:
+    """Limits of an engine on its requests."""
 
     vocab_size: int
     max_model_len: int  # tokens of a request, prompt and output
@@ -20,7 +20,7 @@ class Limits:
     block_size: int
 
 
-def check_request(prompt: str | None, prompt_token_ids: Sequence[int], params: SamplingParams, limits: Limits) -> int:
+def check_request(prompt: str | None, prompt_token_ids: Sequence[int], params: SamplingParams, limits: RequestLimits) -> int:
     """Check a prompt and its options against an engine's limits.
 
     Returns:

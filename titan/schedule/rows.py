@@ -31,7 +31,7 @@ class RowChooser:
         self._plan = StepPlan([], [], [], [])
         self._budget = scheduler.options.max_num_batched_tokens  # tokens that are left
         self._prompt_budget = 0  # those of them that requests that do not decode may have
-        self._num_preemptions = 0  # before the rows were chosen
+        self._num_preemptions_before = 0  # before the rows were chosen
         self._num_spare_blocks = 0  # free ones that the running requests do not need; they are for those that join
         self._num_needed = dict[Request, int]()  # blocks for one that waits to start: of a long one, it takes long to say
 
@@ -40,7 +40,7 @@ class RowChooser:
         scheduler, plan = self._scheduler, self._plan
         if scheduler.waiting:
             self._displace()
-        self._num_preemptions = scheduler.counters.num_preemptions
+        self._num_preemptions_before = scheduler.counters.num_preemptions
         for request in [each for each in scheduler.running if each.num_uncomputed_tokens == 1]:
             self._add_running(request, 1)
         may_join = scheduler.waiting and len(scheduler.running) < self._options.max_batch_size
@@ -160,7 +160,7 @@ class RowChooser:
         scheduler = self._scheduler
         if len(scheduler.running) >= self._options.max_batch_size:
             return "requests"
-        if scheduler.counters.num_preemptions > self._num_preemptions:  # there is no room for those that run
+        if scheduler.counters.num_preemptions > self._num_preemptions_before:  # there is no room for those that run
             return "blocks"
         if request not in self._num_needed:
             self._num_needed[request] = self.num_missing_blocks([request]) + self._num_blocks_kept_free(request)
