@@ -49,7 +49,8 @@ class PoolMachine(RuleBasedStateMachine):
         num_cached = max(0, count - len(self.blank))
         assert {*block_ids[: count - num_cached]} <= self.blank and len({*block_ids}) == count
         assert expected is None or block_ids[-len(expected) :] == expected or not count
-        assert evicted == [(block_id, self.hashes[block_id]) for block_id in self.cached if block_id in block_ids]
+        expected_evicted = [(self.hashes[block_id], block_id) for block_id in self.cached if block_id in block_ids]
+        assert [*evicted.items()] == expected_evicted
         self.blank -= {*block_ids}
         self.cached = [block_id for block_id in self.cached if block_id not in block_ids]
         for block_id in block_ids:

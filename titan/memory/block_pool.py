@@ -56,9 +56,9 @@ class BlockPool:
         """Return how many block tables hold the block; 0: it is free."""
         return self._ref_counts[block_id]
 
-    def next_evicted(self, count: int) -> list[tuple[int, bytes]]:
-        """Return the cached blocks among the next ``count`` to be allocated, with their hashes, in that order."""
-        return [(block_id, self._hash_of[block_id]) for block_id in islice(self._cached, max(0, count - self.num_blank))]
+    def next_evicted(self, count: int) -> dict[bytes, int]:
+        """Return the cached blocks among the next ``count`` to be allocated, by their hashes, in that order."""
+        return {self._hash_of[block_id]: block_id for block_id in islice(self._cached, max(0, count - self.num_blank))}
 
     def allocate(self, count: int, after: int = -1) -> list[int]:
         """Allocate ``count`` free blocks, one reference each: blank ones in runs, then cached ones, whose content is dropped.

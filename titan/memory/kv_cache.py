@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 
@@ -21,9 +22,6 @@ from titan.memory.block_pool import BlockPool
 from titan.memory.prefix import PrefixFinder
 from titan.memory.sizing import block_bytes
 from titan.memory.swap_space import SwapSpace, find_blocks, take_blocks
-
-KEPT_AHEAD = 32
-"""Cached blocks that are copied to the swap space at once, the next ones to be evicted: a step evicts few at a time."""
 
 
 class KVCache:
@@ -232,7 +230,8 @@ class KVCache:
         request.commit(0)  # a step that failed may have fed the draft more
         sources = dict(enumerate(request.block_ids[:num_blocks]))
         found = find_blocks(space, request.block_hashes, self._num_blocks_of(request.num_drafted_context))
-        block_ids = take_blocks(space, found, request.block_hashes, sources, self.pool, space.allocate, self._copy_out)
+        copy_out = partial(self.swap_space.copy_out, self._tensors)
+        block_ids = take_blocks(space, found, request.block_hashes, sources, self.pool, space.allocate, copy_out)
         if block_ids is None:
             return False
         self.pool.release(request.swap_out(block_ids))
@@ -348,39 +347,9 @@ class KVCache:
         return -(-num_slots // self.block_size)
 
     def _allocate(self, count: int, after: int = -1) -> list[int]:
-        """Allocate free blocks, after a certain one if it can be; cached ones, and the next ones, go to the swap space."""
-        pool, space = self.pool, self.swap_space.pool
-        if space.num_free:
-            evicted = pool.next_evicted(count)
-            if any(space.lookup(block_hash) is None for _, block_hash in evicted):
-                ahead = min(KEPT_AHEAD, space.num_free // 8)  # what is cached on both sides takes little of the space
-                evicted = pool.next_evicted(max(count, ahead))
-            self._keep(evicted)
-        return pool.allocate(count, after)
-
-    def _keep(self, evicted: Sequence[tuple[int, bytes]]) -> None:
-        """Copy cached blocks to the swap space, where they take the place of what was used least recently.
-
-        Of those that are there already, only what the draft has written since is copied.
-        """
-        pool, space = self.pool, self.swap_space.pool
-        held = {block_hash: found for _, block_hash in evicted if (found := space.lookup(block_hash)) is not None}
-        space.acquire(held.values())
-        new = [block_hash for _, block_hash in evicted if block_hash not in held]
-        new = new[max(0, len(new) - space.num_free) :]
-        targets = held | dict(zip(new, space.allocate(len(new)), strict=True))
-        kept = [(block_id, block_hash, targets[block_hash]) for block_id, block_hash in evicted if block_hash in targets]
-        copied = [each for each in kept if each[1] not in held or pool.is_drafted[each[0]] > space.is_drafted[each[2]]]
-        try:
-            self._copy_out([block_id for block_id, _, _ in copied], [target for _, _, target in copied])
-            for block_id, block_hash, target in copied:
-                space.register(target, block_hash)
-                space.is_drafted[target] = pool.is_drafted[block_id]
-        except Exception as error:
-            if not is_out_of_memory(error):  # else these prefixes are forgotten
-                raise
-        finally:
-            space.release([target for _, _, target in kept])
+        """Allocate free blocks, behind the block ``after`` if possible; the swap space gets copies of what is evicted."""
+        self.swap_space.keep_evicted(self.pool, count, self._tensors)
+        return self.pool.allocate(count, after)
 
     def _swap_in(self, request: Request) -> None:
         """Move a request's KV back from the swap space; passes may use it after `await_copies`."""
@@ -419,9 +388,6 @@ class KVCache:
         if request.num_drafted_context == request.num_computed_tokens:
             request.cover_draft(max(min(sibling.num_drafted_context, num_tokens) - request.num_drafted_context, 0))
         request.commit(num_slots)
-
-    def _copy_out(self, block_ids: Sequence[int], swapped_block_ids: Sequence[int]) -> None:
-        self.swap_space.copy_out(self._tensors, block_ids, swapped_block_ids)
 
     def _copy_in(self, swapped_block_ids: Sequence[int], block_ids: Sequence[int]) -> None:
         self.swap_space.copy_in(self._tensors, swapped_block_ids, block_ids)

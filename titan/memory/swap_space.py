@@ -15,8 +15,12 @@ import torch
 from torch import Tensor
 
 from titan.core.kv_tensor import KVTensor, Role
+from titan.core.out_of_memory import is_out_of_memory
 from titan.kernels.interfaces import CacheOps
 from titan.memory.block_pool import BlockPool
+
+KEPT_AHEAD = 32
+"""Cached blocks, the next to be evicted, that are copied to the host at once: a step evicts few at a time."""
 
 MAX_MEASURED_BLOCKS, NUM_MEASUREMENTS = 64, 3
 """How many blocks are copied, and how often, to measure what that takes."""
@@ -51,6 +55,46 @@ class SwapSpace:
         if sources:
             for role, kv in tensors.items():
                 self._ops.copy_in(kv, self._blocks[role], np.array(sources), np.array(targets))
+
+    def keep_evicted(self, pool: BlockPool, count: int, tensors: Mapping[Role, KVTensor]) -> None:
+        """Keep copies of the cached blocks that will be evicted, before a pool allocates ``count`` blocks of these caches.
+
+        If one of them is not here yet, some that will be evicted after them are copied along.
+        """
+        if not self.pool.num_free:
+            return
+        evicted = pool.next_evicted(count)
+        if any(self.pool.lookup(block_hash) is None for block_hash in evicted):
+            num_ahead = min(KEPT_AHEAD, self.pool.num_free // 8)  # what is cached on both sides takes little of the space
+            evicted = pool.next_evicted(max(count, num_ahead))
+        self._keep(pool, evicted, tensors)
+
+    def _keep(self, pool: BlockPool, evicted: Mapping[bytes, int], tensors: Mapping[Role, KVTensor]) -> None:
+        """Keep copies of cached blocks, given by their hashes; they replace the least recently used ones here.
+
+        A block that is here already is copied again only if the draft has written its KV since.
+        """
+        held = {block_hash: found for block_hash in evicted if (found := self.pool.lookup(block_hash)) is not None}
+        self.pool.acquire(held.values())
+        new = [block_hash for block_hash in evicted if block_hash not in held]
+        new = new[max(0, len(new) - self.pool.num_free) :]
+        targets = held | dict(zip(new, self.pool.allocate(len(new)), strict=True))
+        sources = {block_hash: block_id for block_hash, block_id in evicted.items() if block_hash in targets}
+        copied = [
+            block_hash
+            for block_hash, source in sources.items()
+            if block_hash not in held or pool.is_drafted[source] > self.pool.is_drafted[targets[block_hash]]
+        ]
+        try:
+            self.copy_out(tensors, [sources[each] for each in copied], [targets[each] for each in copied])
+            for block_hash in copied:
+                self.pool.register(targets[block_hash], block_hash)
+                self.pool.is_drafted[targets[block_hash]] = pool.is_drafted[sources[block_hash]]
+        except Exception as error:
+            if not is_out_of_memory(error):  # else these prefixes are forgotten
+                raise
+        finally:
+            self.pool.release([targets[block_hash] for block_hash in sources])
 
     def measure_copies(
         self, tensors: Mapping[Role, KVTensor], pool: BlockPool, wait: Callable[[Sequence[Tensor]], object]
