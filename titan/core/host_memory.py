@@ -11,9 +11,9 @@ from titan.core.control_groups import control_groups
 
 
 class HostMemory(NamedTuple):
-    """Bytes."""
+    """Memory in bytes."""
 
-    available: int  # without swapping; what can be given back at once counts
+    available: int  # without swapping, caches that can be dropped at once included
     total: int
 
 
@@ -29,7 +29,7 @@ def _limits() -> Iterator[HostMemory]:
         try:
             limit, used = (int((group / file).read_text(encoding="ascii")) for file in ("memory.max", "memory.current"))
             stat = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
-            # pages of files that nobody has looked at lately can be given back
+            # inactive pages of files can be dropped at once
             yield HostMemory(limit - used + int(stat["inactive_file"]), limit)
         except (OSError, ValueError, KeyError):  # no such files, or no limit, which reads "max"
             continue

@@ -15,20 +15,20 @@ class EngineCounters:
     num_sequence_steps: int = 0  # verifications and decodes: rows that emitted tokens
     num_emitted_tokens: int = 0  # final tokens included
     num_rows: int = 0  # tokens that the target's passes computed, drafts included
-    num_context_tokens: int = 0  # tokens before these, of all requests, pass by pass
+    num_context_tokens: int = 0  # tokens before these, of all requests, summed over passes
     num_preemptions: int = 0
     num_admitted_tokens: int = 0  # tokens of the requests at admission
     num_cached_tokens: int = 0  # of these, those found in the prefix cache, or at a sibling that uses it
     num_finished_requests: int = 0
     num_swapped_out: int = 0  # preemptions by swap
-    num_swapped_in: int = 0  # requests that went on from there
+    num_swapped_in: int = 0  # requests that went on from the swap space
     proposed_per_depth: list[int] = field(default_factory=list)  # entry d-1 for depth d
     accepted_per_depth: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class DraftMetrics:
-    """What drafting brought."""
+    """Totals of drafting."""
 
     num_proposed_tokens: int
     num_accepted_tokens: int
@@ -37,10 +37,10 @@ class DraftMetrics:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationMetrics:
-    """What adaptive speculation knows, and decided in the last step in which a request might have drafted.
+    """The estimates of adaptive speculation, and its choice in the last step in which a request might have drafted.
 
     Times are seconds, rates are tokens per second of all requests; with ``speculation_target="latency"`` the tokens that drafts
-    bring count in them by their weights, as multiples of the mean one.
+    bring are weighted by request in them, with weights of mean 1.
     """
 
     choice: str  # "on" (also in steps without drafts that show what these cost), "probe" (a look at whether it pays), or "off"
@@ -49,9 +49,9 @@ class SpeculationMetrics:
     on_rate: float  # predicted with the best number of drafts; 0: not compared yet
     acceptance: float  # expected probability that the first draft token of a request is accepted
     agreement: float  # accepted draft tokens as a multiple of those that the draft's own probabilities promise
-    target_pass: dict[int, float]  # of a pass of the target by its rows, without context, as now expected
-    target_context_token: float  # more for each token of context
-    draft_pass: dict[int, float]  # the same of the draft; empty: no model drafts
+    target_pass: dict[int, float]  # expected time of a pass of the target by its rows, without context
+    target_context_token: float  # time that each token of context adds to it
+    draft_pass: dict[int, float]  # likewise of the draft; empty: no model drafts
     draft_context_token: float
 
 
@@ -74,7 +74,7 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class StepSplit:
-    """Shares of the time of steps; where a device works on its own, drafting and the target's pass take what they take there."""
+    """Shares of the time of steps; on a device that works asynchronously, ``draft`` and ``target`` are by the times there."""
 
     schedule: float
     draft: float
@@ -85,7 +85,7 @@ class StepSplit:
 
 @dataclass(frozen=True, slots=True)
 class Shortages:
-    """Shares of steps in which requests had to wait, or to give way, for want of something."""
+    """Shares of steps in which requests had to wait or to give way, by what was lacking."""
 
     requests: float  # max_batch_size requests were running
     tokens: float  # the step had no prompt tokens left
@@ -94,13 +94,13 @@ class Shortages:
 
 @dataclass(frozen=True, slots=True)
 class RecentMetrics:
-    """What the last steps did, at most 1,024."""
+    """Metrics of the last steps, at most 1,024."""
 
     num_steps: int
     tokens_per_s: float  # emitted in the last 10 s, or since the first of these steps if that is less
-    busy_share: float  # of the time from the first of these steps to the end of the last, what was spent in steps
+    busy_share: float  # share spent in steps of the time from the start of the first to the end of the last
     mean_acceptance_length: float  # tokens per request and target step, final token included
-    mean_rows: float  # of a pass of the target: tokens of all requests, drafts included
+    mean_rows: float  # tokens in a pass of the target, of all requests, drafts included
     mean_context_tokens: float  # tokens before them, of all requests
     row_cost: float | None  # how much longer a pass takes with twice these rows: 0 = no longer, 1 = twice; None: not measured
     step_s: Percentiles | None  # seconds of a step; None: there was none
@@ -128,9 +128,9 @@ class UserMetrics:
 
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
-    """A snapshot of an engine; what it counts is since the start, whatever drafted, unless it says otherwise."""
+    """A snapshot of an engine; totals are since its start, over all drafts, unless stated otherwise."""
 
-    model_impl: str  # who computes the target's layers: "native", "transformers" or "gathered"; see docs/models.md
+    model_impl: str  # the implementation of the target's layers: "native", "transformers" or "gathered"; see docs/models.md
     num_running: int
     num_waiting: int
     num_finished_requests: int
@@ -148,20 +148,20 @@ class EngineMetrics:
     prefix_cache_hit_rate: float  # tokens found cached / tokens admitted
     num_admitted_tokens: int  # of requests that looked for a prefix: at their start, and after each preemption by recompute
     num_cached_tokens: int  # of these, those found in the prefix cache, or at a sibling that uses it
-    num_swap_cached_tokens: int  # of these, those found in its second tier, the swap space
-    num_evicted_blocks: int  # cached blocks that the KV cache had no more room for
+    num_swap_cached_tokens: int  # of these, those found in the second tier of the prefix cache, the swap space
+    num_evicted_blocks: int  # cached blocks that left the KV cache to make room
     kv_usage: float  # share of blocks in use
     num_kv_blocks: int
     kv_cache: TierMetrics  # on the device
     swap_space: TierMetrics  # in the host's memory
-    users: dict[str | None, UserMetrics]  # at most the 1,000 who were last given something, and those with requests in flight
-    queue_s: Percentiles | None  # seconds until their start of the last 1,024 requests that started; None: none has
-    utilization: float | None  # share of the last moments that the device was busy; None: it does not report it
+    users: dict[str | None, UserMetrics]  # the last 1,000 who were served, and those with requests in flight
+    queue_s: Percentiles | None  # seconds from arrival to start, of the last 1,024 requests that started; None: none has
+    utilization: float | None  # share of time for which the device was lately busy; None: it does not report it
     recent: RecentMetrics
-    draft_coverage: float | None  # share with valid draft KV of the tokens of running requests that may draft; None: none, or no KV
+    draft_coverage: float | None  # share of tokens with valid draft KV, of running requests that may draft; None: none, or no KV
     draft: str  # name of the drafter
     current_draft: DraftMetrics  # since the start or the last swap_draft
-    num_draft_failures: int  # of the same time: how often the drafter failed, which cost drafts and warned
+    num_draft_failures: int  # of the same time: failures of the drafter, each with a warning and without drafts
     draft_vocabulary: float | None  # share of the target's tokens that the draft model can propose; None: no model, or not compared
     draft_weight_bits: int | None  # 8: the draft model's matrices were rounded; None: they were not, or no model drafts
     graph_hit_rate: float | None  # share of target and draft passes replayed as CUDA graphs; None: no such device

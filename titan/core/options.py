@@ -50,7 +50,7 @@ KV_CACHE_DTYPES = ("auto", "int8")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """How the models run, and settings common to all requests.
+    """Options of the models, and settings common to all requests.
 
     Args:
         dtype: "auto" (the checkpoint's, which its weights say if its config does not; float32 on a CPU without bfloat16
@@ -61,8 +61,8 @@ class ModelOptions:
             often 1, until it calls `torch.set_num_threads`, as PyTorch cannot set it for an engine's thread alone.
         seed: for the requests that have none; ``None`` = another one for each engine.
         max_model_len: maximum tokens of a request, prompt and output; ``None`` = the model's positions.
-        warm_up: compile and record all that passes on a GPU need at the start, and for each new draft, with a progress bar;
-            ``False``: when it is first needed, which delays requests. On a CPU there is nothing to compile or record, either way.
+        warm_up: at the start and for each new draft, compile and record all that passes on a GPU need, with a progress bar;
+            ``False`` = when it is first needed, which delays requests. On a CPU there is nothing to compile or record.
         revision: branch, tag or commit of the target, and of its tokenizer, on the hub; ``None`` = the main branch.
         download_dir: folder for downloads from the hub; ``None`` = the hub library's cache.
         generation_config: where a call has no sampling params, "auto" uses those of the model's generation_config.json, and
@@ -72,10 +72,10 @@ class ModelOptions:
         trust_remote_code: run the code that a checkpoint comes with, if it is not for Titan's own decoder.
         draft_dtype: as ``dtype``, of the draft model, and of each that `LLM.swap_draft` brings; ``None`` = that of the target.
             Drafters without a model have none.
-        draft_weight_bits: 8 rounds the matrices of draft models to 3 bits of mantissa, of which a CPU with AVX2 or AVX-512 reads 8
-            bits each, where others take 16 or 12, and so does a GPU in bfloat16 for few rows, with half as much memory again for
-            them: what is proposed changes a little, and no output's distribution. For models of Titan's own decoder; "auto" = 8
-            where it is read in less time, else as they are; ``None`` = as they are.
+        draft_weight_bits: 8 rounds the matrices of draft models to 3 bits of mantissa. A CPU with AVX2 or AVX-512 then reads 8 bits
+            per weight instead of 12 or 16, and so does a GPU in bfloat16 for few rows, where the matrices take half as much memory
+            again. Proposals change a little, the distribution of the output does not. For models of Titan's own decoder; "auto" = 8
+            where that takes less time, else as ``None``; ``None`` = the matrices as they are.
     """
 
     dtype: str | torch.dtype = "auto"
@@ -117,11 +117,11 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationOptions:
-    """How much is drafted, and how.
+    """Options of drafting: how much is drafted, and in which way.
 
     Args:
         speculation: how much is drafted: "adaptive", as much as pays, at each step; "fixed", ``max_draft_tokens``
-            wherever the output, the step, the KV cache and the drafter leave room for them; "off", nothing, whatever the draft
+            wherever the output, the step, the KV cache and the drafter leave room for them; "off", nothing, even with a draft
             model.
         speculation_target: what "adaptive" maximises: "throughput", tokens per second of all requests together, or "latency", the
             geometric mean of the requests' tokens per second.
@@ -175,16 +175,16 @@ class SpeculationOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleOptions:
-    """Which requests run in a step, with how many tokens, and which wait.
+    """Options of scheduling: which requests run in a step, with how many tokens, and which wait.
 
     Args:
         max_batch_size: maximum number of requests that run at once.
         max_num_batched_tokens: maximum tokens of the target in one step, draft tokens included.
         prefill_chunk_size: maximum prompt tokens of one request in one step; ``None`` = as many as the step takes.
         max_prefill_tokens: maximum prompt tokens of all requests in one step; ``None`` = as many as the step takes.
-        max_inter_token_s: seconds between tokens that prompts should keep to: a step in which requests decode takes only as many
-            prompt tokens as its time allows by what steps have taken, and 16 in any case. ``None`` = no such target; nor is there
-            one if passes cannot be measured, of which there is a warning.
+        max_inter_token_s: target for the seconds between the tokens of a request: by the times that were measured, a step in which
+            requests decode takes only as many prompt tokens as fit, but at least 16. ``None`` = no target; if passes cannot be
+            measured, there is none either, and a warning.
         scheduling_policy: who starts next: "fcfs", who came first; "priority", by class and deadline
             (`titan.schedule.policies.priority`); "fair", users share alike (`titan.schedule.policies.fair`); or a
             `titan.core.policy.SchedulingPolicy`, which belongs to one engine.
@@ -245,7 +245,7 @@ class MemoryOptions:
             ``max_model_len`` tokens need, within 40 % of the host's free memory, or its container's, or 90 % of what the largest
             passes leave on a GPU.
         memory_utilization: share of the device's memory that may be in use, by anyone: the KV cache leaves the rest free. On a
-            CPU it is that of the machine, or of its container. ``None`` = as said above; in (0, 1].
+            CPU it is that of the machine, or of its container. ``None`` = as for ``kv_cache_memory``; in (0, 1].
         enable_prefix_caching: reuse the KV of common prefixes.
         kv_cache_dtype: how the target's keys and values are stored: "auto" is the model's dtype; "int8" takes about half the bytes
             of bfloat16, with a scale for each token and head, and changes the output a little.

@@ -1,11 +1,11 @@
-"""Which errors say that there was not enough memory, so that less at once may still be possible."""
+"""A check whether an error is due to lack of memory, so that less at once may still be possible."""
 
 from __future__ import annotations
 
 import torch
 
 MESSAGES = ("can't allocate memory", "cannot allocate memory", "not enough memory", "out of memory")
-"""What a `RuntimeError` says, in lower case, that is not of `torch.OutOfMemoryError`: PyTorch's allocator of a CPU raises such."""
+"""Parts of the messages, in lower case, of plain `RuntimeError`s for lack of memory: PyTorch's CPU allocator raises these."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -18,8 +18,8 @@ class SchedulingPolicy(Protocol):
     that does not fit is waited for; none is passed over. A subclass need not have `serve` and `end`, nor
     `displaceable` where nobody gives way to a waiting request.
 
-    When a step has failed, or was interrupted, all requests end: those that wait are removed, and all are ended. A policy may know
-    that already of the one at which this struck, or may not even know that it waits: what it then raises is ignored.
+    When a step has failed, or was interrupted, all requests end: `remove` is called for those that wait, and `end` for all. For the
+    request at which this struck, the policy may have had these calls already, or not yet `add`: errors that it raises are ignored.
     """
 
     name: str
@@ -39,7 +39,7 @@ class SchedulingPolicy(Protocol):
     def serve(self, request: Request, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Note that a request is given these many tokens more.
 
-        Its prompt counts at once when it first starts, without what a cache holds.
+        Its prompt counts at once when it first starts, without tokens found in a cache.
         """
 
     def end(self, request: Request) -> None:
@@ -47,8 +47,8 @@ class SchedulingPolicy(Protocol):
 
     @abstractmethod
     def victim(self, running: Sequence[Request], now: float) -> Request:
-        """Return the running request that is preempted for lack of KV blocks, of at least one, in order of their start."""
+        """Return the running request to preempt for lack of KV blocks; ``running`` has at least one, in order of their start."""
 
     def displaceable(self, request: Request, running: Sequence[Request], now: float) -> Sequence[Request]:  # noqa: ARG002
-        """Return the running requests that may be preempted for the first waiting one, those to go first in front."""
+        """Return the running requests that may be preempted for the first waiting one, in the order in which they would be."""
         return ()

@@ -1,4 +1,4 @@
-"""The process that engines run in, which must not be forked from one that has made an engine."""
+"""A check that this process was not forked from one that had made an engine."""
 
 from __future__ import annotations
 

@@ -19,12 +19,12 @@ from titan.core.terms import RequestTerms
 
 
 class FinishReason(StrEnum):
-    """Why a request ended; the names follow vLLM."""
+    """Reasons for the end of a request; the names follow vLLM."""
 
     STOP = "stop"
     LENGTH = "length"
-    ABORT = "abort"  # asked for, or by its time-out
-    ERROR = "error"  # its own: others go on
+    ABORT = "abort"  # by the caller or its time-out
+    ERROR = "error"  # of this request: others go on
 
 
 class Detokenizer(Protocol):
@@ -60,25 +60,25 @@ class Request:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # tokens of the words that must not be generated
     index: int = 0  # among its siblings
     siblings: tuple[Request, ...] = ()  # all completions of the prompt, itself included; empty if it is the only one
-    holders: dict[Request, None] = field(default_factory=dict)  # those of the siblings that have blocks; shared by all of them
+    holders: dict[Request, None] = field(default_factory=dict)  # siblings that have blocks; one dict for all siblings
     terms: RequestTerms = field(default_factory=RequestTerms)
 
-    has_transforms: bool = field(init=False)  # of the params, which take long to say so
+    has_transforms: bool = field(init=False)  # cached `params.has_transforms`, which is slow
     token_ids: list[int] = field(init=False)  # prompt and output
     block_ids: array[int] = field(default_factory=partial(array, "q"))  # block table, for the target's and the draft's cache
     swapped_block_ids: array[int] = field(default_factory=partial(array, "q"))  # in place of block_ids, while it is swapped out
-    hash_chain: list[bytes] = field(default_factory=list)  # hashes of its first full blocks, as many as were ever looked for
-    num_cached_blocks: int = 0  # leading blocks known to the prefix cache, or found at a sibling: full ones of committed tokens
+    hash_chain: list[bytes] = field(default_factory=list)  # hashes of its first full blocks, as far as they were computed
+    num_cached_blocks: int = 0  # leading full blocks that are in the prefix cache or were shared by a sibling
     num_computed_tokens: int = 0  # tokens whose committed KV is valid in the target's cache
     num_drafted_context: int = 0  # the same for the draft's cache
-    num_draft_marked_blocks: int = 0  # leading blocks known to the prefix cache as covered by the current draft
+    num_draft_marked_blocks: int = 0  # leading blocks marked in the prefix cache as covered by the current draft
     draft_history: DraftHistory = field(default_factory=DraftHistory)  # with the current draft
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token or string that ended the request
     error: str | None = None  # why the request was aborted or failed
     logprobs: list[dict[int, Logprob]] | None = field(init=False)  # of each output token, if requested
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = field(init=False)  # of each prompt token; siblings leave it to one
-    cumulative_logprob: float = field(default=0.0, init=False)  # of the output tokens whose logprobs `new_logprobs` has returned
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = field(init=False)  # of each prompt token, at the first sibling
+    cumulative_logprob: float = field(default=0.0, init=False)  # sum over the output tokens that `new_logprobs` has returned
     _num_read_logprobs: int = field(default=0, init=False)
     _num_read_prompt_logprobs: int = field(default=0, init=False)
     _distinct_prompt_ids: Ints | None = field(default=None, init=False)
@@ -126,9 +126,9 @@ class Request:
 
     @property
     def text_token_ids(self) -> list[int]:
-        """Output tokens whose text the output has: not that of the stop token that ended it, unless ``include_stop_str_in_output``.
+        """Output tokens that are shown as text: without the stop token that ended it, unless ``include_stop_str_in_output``.
 
-        `titan.schedule.stopping` does the same for text that is kept up to date.
+        `titan.schedule.stopping` does the same for text that grows with each token.
         """
         is_cut = self.finish_reason is FinishReason.STOP and self.token_ids[-1] in self.stop_token_ids
         return self.output_token_ids[: -1 if is_cut and not self.params.include_stop_str_in_output else None]
@@ -143,7 +143,7 @@ class Request:
         return self.max_tokens + len(self.prompt_token_ids) - len(self.token_ids)
 
     def most_drafts(self, most: int) -> int:
-        """Return how many nodes it may draft if others may draft ``most``: the last token that it emits needs none."""
+        """Return how many nodes it may draft: at most ``most``, and one fewer than the tokens that it may still emit."""
         params = self.params
         if not params.may_draft:
             return 0
@@ -152,21 +152,22 @@ class Request:
         return max(0, min(most, self.num_remaining_tokens - 1))
 
     def prompt_logits(self, num_tokens: int) -> range:
-        """Return which of the next ``num_tokens`` positions still need logits, for the logprobs of the prompt tokens after them."""
+        """Return those of the next ``num_tokens`` positions that still need logits, for logprobs of the next prompt tokens."""
         if self.prompt_logprobs is None:
             return range(0)
         start = self.num_computed_tokens
         return range(max(start, len(self.prompt_logprobs) - 1), min(start + num_tokens, self.num_prompt_tokens - 1))
 
     def new_logprobs(self) -> list[dict[int, Logprob]]:
-        """Return the logprobs of tokens, of prompt and output, that were added since the last call, and add up the latter."""
+        """Return the logprobs of prompt and output that were added since the last call; sum those of the output tokens."""
         of_prompt, of_output = self.prompt_logprobs or [], self.logprobs or []
         new = [entry for entry in of_prompt[self._num_read_prompt_logprobs :] if entry is not None]
         first = self._num_read_logprobs
         for token_id, entry in zip(self.token_ids[self.num_prompt_tokens + first :], of_output[first:], strict=False):
             self.cumulative_logprob += entry[token_id].logprob
             new.append(entry)
-        self._num_read_prompt_logprobs, self._num_read_logprobs = len(of_prompt), len(of_output)
+        self._num_read_prompt_logprobs = len(of_prompt)
+        self._num_read_logprobs = len(of_output)
         return new
 
     @property
@@ -199,10 +200,11 @@ class Request:
 
     def mark_cached(self, num_blocks: int, num_drafted_blocks: int) -> None:
         """Record how many leading blocks the prefix cache knows, and how many of them as covered by the draft."""
-        self.num_cached_blocks, self.num_draft_marked_blocks = num_blocks, num_drafted_blocks
+        self.num_cached_blocks = num_blocks
+        self.num_draft_marked_blocks = num_drafted_blocks
 
     def forget_draft(self) -> None:
-        """Reset the draft's coverage and history for a new draft, which has seen nothing of the request."""
+        """Reset the draft's coverage and history, since a new draft has seen nothing of the request."""
         self.num_drafted_context = self.num_draft_marked_blocks = 0
         self.draft_history = DraftHistory()
 
@@ -212,7 +214,7 @@ class Request:
 
     @property
     def is_swapped(self) -> bool:
-        """Whether the KV that the counters count is in the swap space."""
+        """Whether its KV is in the swap space."""
         return bool(self.swapped_block_ids)
 
     def swap_out(self, swapped_block_ids: Iterable[int]) -> array[int]:
@@ -234,7 +236,7 @@ class Request:
         return surplus[::-1]
 
     def release(self) -> array[int]:
-        """Give up all blocks and what was computed in them; return the blocks, the last one first."""
+        """Give up all blocks and reset the counters of their KV; return the blocks, the last one first."""
         self.num_computed_tokens = self.num_drafted_context = 0
         self.num_cached_blocks = self.num_draft_marked_blocks = 0
         return self.roll_back(0)

@@ -13,7 +13,7 @@ from titan.core.request import Request
 from titan.core.trees import DraftTrees
 
 Shortage = Literal["requests", "tokens", "blocks"]
-"""What a step lacked: room among the running requests, prompt tokens, blocks of the KV cache."""
+"""The resource that a step lacked: places of running requests, prompt tokens, blocks of the KV cache."""
 
 
 @dataclass(slots=True)
@@ -22,9 +22,9 @@ class StepPlan:
 
     The target processes ``num_tokens[i]`` committed tokens of ``requests[i]``, from its ``num_computed_tokens`` on. If
     they reach the root, up to ``draft_budgets[i]`` draft nodes follow; otherwise the budget is 0. ``num_slots[i]`` slots after the
-    root are reserved, at least as many as the budget: a beam writes the draft's KV of more nodes than it keeps. Where
-    ``worths`` has an entry, the draft's own confidence is to end the tree where it does not pay; no row has one by default. Of the
-    rows in ``reviews``, which draft nothing, the drafter is asked what it would have proposed in the last steps.
+    root are reserved, at least as many as the budget: a beam writes the draft's KV of more nodes than it keeps. The tree of a row
+    in ``worths`` ends where, by the draft's own confidence, more nodes do not pay. For the rows in ``reviews``, which draft
+    nothing, the drafter is asked what it would have proposed in the last steps.
     """
 
     requests: list[Request]
@@ -34,20 +34,20 @@ class StepPlan:
     worths: dict[int, Worth] = field(default_factory=dict)  # by row
     reviews: list[int] = field(default_factory=list)
     drafts_prompts: bool = True  # whether a draft model should be fed prompts while the target is
-    shortage: Shortage | None = None  # for which waiting requests did not start, or running ones gave way
+    shortage: Shortage | None = None  # kept waiting requests from starting, or made running ones give way
     _block_table: Ints | None = field(default=None, init=False, repr=False, compare=False)
     _num_context_tokens: int | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def block_table(self) -> Ints:
-        """The block tables of all rows, int64 [R, longest table]: one array for all passes of the step, from the first one on."""
+        """The padded block tables of all rows, int64 [R, longest table]: one array for all passes of the step, built once."""
         if self._block_table is None:
             self._block_table = pad_block_tables([request.block_ids for request in self.requests])
         return self._block_table
 
     @property
     def num_context_tokens(self) -> int:
-        """Tokens before those of the step, of all requests; first read before the step is committed, it stays what it was then."""
+        """Number of tokens before those of the step, of all requests; counted once, at the first use, before the commit."""
         if self._num_context_tokens is None:
             self._num_context_tokens = sum([request.num_computed_tokens for request in self.requests])
         return self._num_context_tokens
@@ -64,23 +64,33 @@ class StepPlan:
         return not self.drafts_prompts and not any(self.draft_budgets) and not self.reviews
 
     def split(self) -> list[StepPlan]:
-        """Return smaller plans for the same requests, disjoint rows each; none if this is one token of one request.
+        """Return smaller plans for the same requests, without reviews; none if this one has a single token of a single request.
 
-        They have no reviews. One row is left without its drafts, or else with half its tokens.
+        Several rows are divided between two plans. A single row loses its drafts, or else half its tokens.
         """
         if len(self.requests) > 1:
             half = len(self.requests) // 2
             return [self._rows(0, half), self._rows(half, len(self.requests))]
         num_tokens = self.num_tokens[0] // (2 if self.draft_budgets == [0] else 1)
-        return [StepPlan(self.requests, [num_tokens], [0], [0], drafts_prompts=self.drafts_prompts)] if num_tokens else []
+        if not num_tokens:
+            return []
+        return [
+            StepPlan(
+                requests=self.requests,
+                num_tokens=[num_tokens],
+                draft_budgets=[0],
+                num_slots=[0],
+                drafts_prompts=self.drafts_prompts,
+            )
+        ]
 
     def _rows(self, first: int, end: int) -> StepPlan:
         return StepPlan(
-            self.requests[first:end],
-            self.num_tokens[first:end],
-            self.draft_budgets[first:end],
-            self.num_slots[first:end],
-            {i - first: worth for i, worth in self.worths.items() if first <= i < end},
+            requests=self.requests[first:end],
+            num_tokens=self.num_tokens[first:end],
+            draft_budgets=self.draft_budgets[first:end],
+            num_slots=self.num_slots[first:end],
+            worths={i - first: worth for i, worth in self.worths.items() if first <= i < end},
             drafts_prompts=self.drafts_prompts,
         )
 

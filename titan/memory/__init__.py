@@ -1,1 +1,1 @@
-"""Blocks of KV: the pool, the block tables, the prefix cache, the swap space, and the sizes of them."""
+"""KV blocks: the pool, block tables, the prefix cache, the swap space, and how many blocks there are."""

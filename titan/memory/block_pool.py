@@ -1,8 +1,8 @@
 """The block pool: hands out physical block ids, counts references and finds cached blocks by their hash.
 
 A block is either **free** (no references) or **referenced**. A free block that is **cached** keeps its content, and can be found
-by its hash, until it is allocated again; the others are **blank**. Blank blocks are allocated first, in runs as far as there are
-any, since a processor reads runs of blocks in less time; then cached ones by age.
+by its hash, until it is allocated again; the other free blocks are **blank**. Blank blocks are allocated first, in runs where
+possible, since a processor reads adjacent blocks in less time; then cached ones, the least recently used first.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ class BlockPool:
         if num_blocks < 0:
             raise ValueError(f"num_blocks={num_blocks} is too small: at least 0 is needed")
         self.enable_caching = enable_caching
-        self.num_evicted = 0  # cached blocks that were allocated to somebody else, since the start
+        self.num_evicted = 0  # cached blocks that were allocated again, since the start
         self.num_touched = num_blocks
-        """How many of the first blocks may have been written; of a cache that was resized, the others take no memory yet."""
+        """Number of leading blocks that may have been written; in a cache that was resized, the others take no memory yet."""
         self.reset(num_blocks)
 
     def reset(self, num_blocks: int) -> None:
-        """Have this many blocks, all of them blank, whatever was before."""
+        """Start over with this many blocks, all of them blank."""
         self.num_blocks = num_blocks
         self.num_touched = min(self.num_touched, num_blocks)
-        self.is_drafted = bytearray(num_blocks)  # by block: whether the current draft has written its KV of the whole block
+        self.is_drafted = bytearray(num_blocks)  # by block: whether it holds the current draft's KV of all its tokens
         self._ref_counts = [0] * num_blocks
         self._blank = bytearray(b"\1") * num_blocks  # by block: whether it is free and not cached
         self.num_blank = num_blocks
         """Number of free blocks that are not cached; they are allocated first."""
-        self._cached: OrderedDict[int, None] = OrderedDict()  # free ones, the oldest first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # free ones, the least recently used first
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
 
@@ -63,7 +63,7 @@ class BlockPool:
     def allocate(self, count: int, after: int = -1) -> list[int]:
         """Allocate ``count`` free blocks, one reference each: blank ones in runs, then cached ones, whose content is dropped.
 
-        They lie behind the block ``after`` if those are blank.
+        They follow the block ``after`` directly if the blocks there are blank.
 
         Raises:
             RuntimeError: fewer than ``count`` blocks are free; nothing is allocated.
@@ -76,15 +76,15 @@ class BlockPool:
             for block_id in evicted:
                 del self._block_of[self._hash_of.pop(block_id)]
             self.num_evicted += len(evicted)
-            block_ids += sorted(evicted)  # a table's cached blocks come from its end to its beginning
+            block_ids += sorted(evicted)  # cached blocks of a table were released from its end to its beginning
         for block_id in block_ids:
             self._ref_counts[block_id] = 1
             self.is_drafted[block_id] = 0
         return block_ids
 
     def _take_blank(self, count: int, after: int) -> list[int]:
-        """Take blank blocks: the next ones, else the first run of as many, else runs of half as many, and so on."""
-        block_ids, size, place = list[int](), count, 0  # there is no run of this size before the place
+        """Take blank blocks: those right after ``after``, else the first run of ``count``, else runs of half as many, and so on."""
+        block_ids, size, place = list[int](), count, 0  # no run of this size starts before this place
         while left := count - len(block_ids):
             if left < size:
                 size, place = left, 0
@@ -104,7 +104,7 @@ class BlockPool:
         return block_ids
 
     def acquire(self, block_ids: Iterable[int]) -> None:
-        """Add one reference to each block; a cached free one is free no longer.
+        """Add one reference to each block, free and cached ones included.
 
         Raises:
             RuntimeError: a block is free and not cached, so its content is undefined.
@@ -141,7 +141,7 @@ class BlockPool:
         return self._block_of.get(block_hash)
 
     def register(self, block_id: int, block_hash: bytes) -> None:
-        """Register a full block under its hash. If another block has this hash already, that one stays and this one is private.
+        """Register a full block under its hash. If another block has this hash already, only that one is found.
 
         Raises:
             RuntimeError: the block is free, or is registered under another hash.
@@ -164,10 +164,10 @@ class BlockPool:
         self._cached.clear()
 
     def new_ids(self, num_blocks: int, tables: Iterable[Iterable[int]]) -> dict[int, int]:
-        """Return the blocks that a pool of another size keeps, old id -> new id, so that each table becomes a run.
+        """Return new ids for the blocks that a pool of another size keeps, old id -> new id, so that each table becomes a run.
 
-        First come the referenced blocks, in the order of their first table, then the cached ones that were used last. The tables
-        must be those of all users.
+        Referenced blocks come first, table by table, then cached ones, the most recently used first. ``tables`` must be the block
+        tables of all requests.
 
         Raises:
             ValueError: more blocks than ``num_blocks`` are referenced.
@@ -176,13 +176,13 @@ class BlockPool:
         if num_referenced > num_blocks:
             raise ValueError(f"num_blocks={num_blocks} is less than the {num_referenced} blocks in use: at least these are needed")
         referenced = dict.fromkeys(chain.from_iterable(tables))
-        assert len(referenced) == num_referenced, "the tables are not all"
+        assert len(referenced) == num_referenced, "block tables are missing"
         kept = islice(chain(referenced, reversed(self._cached)), num_blocks)
         return {old: new for new, old in enumerate(kept)}
 
     def resize(self, num_blocks: int, new_ids: Mapping[int, int]) -> None:
-        """Resize the pool and renumber its blocks, after their content has moved; the content of others is forgotten."""
-        if num_blocks != self.num_blocks:  # else the caches are the same, and compact
+        """Resize the pool and renumber its blocks, old id -> new id, after their content has moved; the others become blank."""
+        if num_blocks != self.num_blocks:  # else blocks after these were written before the cache was compacted
             self.num_touched = len(new_ids)
         ref_counts, is_drafted = [0] * num_blocks, bytearray(num_blocks)
         for old, new in new_ids.items():
@@ -195,7 +195,7 @@ class BlockPool:
         self._block_of = {block_hash: block_id for block_id, block_hash in self._hash_of.items()}
 
     def forget_drafted(self) -> None:
-        """Forget what the draft has written: another one, or none, is the current one."""
+        """Forget which blocks hold the draft's KV: another draft, or none, is the current one."""
         self.is_drafted = bytearray(self.num_blocks)
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
@@ -233,13 +233,13 @@ def _differing_keys(left: dict[int, bytes], right: dict[int, bytes]) -> list[int
 
 
 def hash_root(salt: str | None) -> bytes:
-    """Return the parent of the first block of requests with this salt of the user's; it is empty for none.
+    """Return the parent hash of the first block of a request with this cache salt; it is empty without one.
 
-    No salt has the hash of a block, whatever its bytes are.
+    It never equals the hash of a block, whatever the salt is.
     """
     return b"" if salt is None else blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16, person=b"salt").digest()
 
 
 def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Return the hash of a full block, 16 bytes, which identifies its tokens and, by that of its parent, all before them."""
+    """Return the hash of a full block, 16 bytes: of its tokens and, by the parent's hash, of all tokens before them."""
     return blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()

@@ -2,7 +2,7 @@
 
 One block table per request indexes every attached cache, the target's and the draft's, so that prefix hits, rollback,
 preemption and frees are decided once. Prefix hits and rollback are arithmetic on counters; KV is moved only for an accepted
-path that is not the first nodes of its tree. It is copied to the swap space and back, and to a sibling that shares part of a block.
+path that is not the first nodes of its tree. It is copied to and from the swap space, and to a sibling that shares part of a block.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class KVCache:
         self.pool = BlockPool(num_blocks, enable_prefix_caching)
         self.block_size = block_size
         self._prefixes = PrefixFinder(self.pool, self.swap_space, block_size)
-        self._new_blocks: set[int] = set()  # reserved, and since then neither cleared nor copied to
+        self._new_blocks: set[int] = set()  # reserved blocks that were neither cleared nor copied to since
         self._tensors: dict[Role, KVTensor] = {}
 
     @property
@@ -59,7 +59,7 @@ class KVCache:
         return self._tensors
 
     def attach(self, role: Role, tensor: KVTensor) -> None:
-        """Attach a cache, which the block tables then index; the swap space has none of it until it is resized.
+        """Attach a cache, which the block tables then index; the swap space has no blocks for it until that is resized.
 
         Raises:
             ValueError: the number or size of its blocks is not the pool's.
@@ -76,9 +76,9 @@ class KVCache:
         self._tensors = {each: tensor for each, tensor in self._tensors.items() if each != role}
 
     def num_missing_blocks(self, request: Request, num_slots: int) -> int:
-        """Return how many free blocks it takes to cover ``num_slots`` slots, after `admit` if the request has no blocks.
+        """Return how many free blocks a request needs to cover ``num_slots`` slots, those for `admit` included if it has no blocks.
 
-        Cached blocks without references count too, since they are free no longer then. What a sibling is computing will be shared.
+        Cached blocks that it would share count if they are free. Blocks that a sibling is computing do not: they will be shared.
         """
         num_held = len(request.block_ids)
         if not num_held and self.awaits_sibling(request):
@@ -88,15 +88,15 @@ class KVCache:
         return max(self._num_blocks_of(num_slots) - num_held, 0)
 
     def most_slots(self, request: Request) -> int:
-        """Return how many slots `reserve` may cover for a request: those of its own and of all free blocks."""
+        """Return how many slots `reserve` can cover for a request: those of its own blocks and of all free ones."""
         return (len(request.block_ids) + self.pool.num_free) * self.block_size
 
     def found_blocks(self, request: Request) -> Collection[int]:
-        """Return the blocks that a request without blocks finds computed, and need not copy from the swap space."""
+        """Return the blocks of the pool that hold KV of a request without blocks, so that it can share them."""
         return self._prefixes.found_blocks(request)
 
     def admit(self, request: Request) -> None:
-        """Give a request without blocks what is computed of its tokens: its own blocks in the swap space, or the longest prefix."""
+        """Give a request without blocks the KV that is already computed: its own in the swap space, or that of a prefix."""
         try:
             if request.is_swapped:
                 self._swap_in(request)
@@ -104,7 +104,7 @@ class KVCache:
                 self.match_prefix(request)
                 self._copy_tail(request)
         except BaseException:
-            self.await_copies()  # of one cache they may be on their way, into blocks that others get now
+            self.await_copies()  # copies of one cache may be under way, into blocks that others get now
             self.free(request)
             raise
 
@@ -117,7 +117,7 @@ class KVCache:
         """
         prefix, space = self._prefixes.find(request), self.swap_space
         swapped = list(prefix.swapped.values())
-        space.pool.acquire(swapped)  # else they might make room for others meanwhile
+        space.pool.acquire(swapped)  # else they might be evicted meanwhile
         try:
             request.extend_blocks(self._take(prefix.block_ids, prefix.block_hashes, prefix.swapped))
         finally:
@@ -151,14 +151,14 @@ class KVCache:
         return True
 
     def reserve_most(self, request: Request, num_slots: int) -> int:
-        """Extend the block table to ``num_slots`` slots, or to as many as blocks are free for; return how many it covers."""
+        """Extend the block table to ``num_slots`` slots, or to as many as the free blocks allow; return how many it covers."""
         if not self.reserve(request, num_slots):
             num_slots = self.most_slots(request)
             self.reserve(request, num_slots)
         return num_slots
 
     def clear_new_blocks(self) -> None:
-        """Zero the blocks reserved since the last call, before a pass: attention multiplies their content by zero weights."""
+        """Zero the blocks reserved since the last call, before a pass: attention multiplies their content by 0, and NaN stays."""
         if self._new_blocks:
             block_ids = np.array(sorted(self._new_blocks))
             for tensor in self._tensors.values():
@@ -183,7 +183,7 @@ class KVCache:
             if -1 in drafted:  # the draft may have no KV of the path's end
                 del drafted[drafted.index(-1) :]
             request.cover_draft(len(drafted))
-            first_slot = request.num_computed_tokens + num_tokens  # of the nodes
+            first_slot = request.num_computed_tokens + num_tokens  # of node 0
             if path[-1] != len(path) - 1:  # nodes come after their parents
                 moves["target"].append(PathMove(request.block_ids, first_slot, path))
             if drafted != [*range(len(drafted))]:
@@ -227,7 +227,7 @@ class KVCache:
         space, num_blocks = self.swap_space.pool, self._num_blocks_of(request.num_computed_tokens)
         if not num_blocks or not space.num_blocks:
             return False
-        request.commit(0)  # a step that failed may have fed the draft more
+        request.commit(0)  # lowers the draft's coverage, which a failed step may have left too high
         sources = dict(enumerate(request.block_ids[:num_blocks]))
         found = find_blocks(space, request.block_hashes, self._num_blocks_of(request.num_drafted_context))
         copy_out = partial(self.swap_space.copy_out, self._tensors)
@@ -258,18 +258,18 @@ class KVCache:
 
     @contextmanager
     def lend_blocks(self, most: int) -> Iterator[Sequence[int]]:
-        """Lend blocks whose content in the target's cache may be overwritten, one to ``most``, as a context.
+        """Lend one to ``most`` blocks whose content in the target's cache may be overwritten within the context.
 
-        These are free and not cached; where there is none, it is one whose content is kept meanwhile.
+        They are blank; if no block is, block 0 is lent, and its content restored at the end.
         """
         if count := min(self.pool.num_blank, most):
             block_ids = self.pool.allocate(count)
             try:
                 yield block_ids
             finally:
-                self.pool.release(block_ids[::-1])  # so that they are allocated in the same order as before
+                self.pool.release(block_ids)
             return
-        self.await_copies()  # the block may be on its way in
+        self.await_copies()  # a copy into the block may be under way
         groups = self._tensors["target"].groups
         kept = [group[:, 0].clone() for group in groups]
         try:
@@ -316,11 +316,11 @@ class KVCache:
         return num_moved
 
     def lose_content(self, requests: Iterable[Request]) -> None:
-        """Forget what the blocks hold, those of the swap space as well, and whose they are; these requests then have none.
+        """Make all blocks blank, in the swap space as well, and take theirs from all requests.
 
-        For when something was interrupted, wherever that struck.
+        Called after an interrupt, wherever it struck.
         """
-        self.await_copies()  # they may be on their way into blocks that others get now
+        self.await_copies()  # copies may be under way, into blocks that others get now
         for request in requests:
             request.release()
             request.leave_swap()
@@ -329,7 +329,7 @@ class KVCache:
         self._new_blocks.clear()
 
     def resize_swap_space(self, num_blocks: int, requests: Iterable[Request]) -> None:
-        """Give the swap space another number of blocks; what these unfinished requests have there will be computed again."""
+        """Give the swap space another number of blocks; KV of these unfinished requests that is there will be computed again."""
         if num_blocks != self.swap_space.pool.num_blocks:
             for request in requests:
                 if request.is_swapped:
@@ -337,7 +337,7 @@ class KVCache:
             self.swap_space.resize(num_blocks, self._tensors)
 
     def forget_draft(self, requests: Iterable[Request]) -> None:
-        """Forget what the draft covers of all blocks and of these unfinished requests, for a new draft or none."""
+        """Forget the draft's coverage of all blocks and of these unfinished requests, for another draft or none."""
         self.pool.forget_drafted()
         self.swap_space.pool.forget_drafted()
         for request in requests:
@@ -358,15 +358,15 @@ class KVCache:
         self.swap_space.pool.release(request.leave_swap())
 
     def _take(self, found: Mapping[int, int], block_hashes: Sequence[bytes], sources: Mapping[int, int]) -> list[int]:
-        """Take blocks of the pool for blocks of the swap space: those found, and copies of the others."""
+        """Return a block table of blocks found in the pool and copies of the others from the swap space; see `take_blocks`."""
         block_ids = take_blocks(self.pool, found, block_hashes, sources, self.swap_space.pool, self._allocate, self._copy_in)
         assert block_ids is not None, "there is room for what is admitted"
         return block_ids
 
     def _copy_tail(self, request: Request) -> None:
-        """Copy the part of a block that a sibling has computed of the prompt after the full blocks that both share, if it has.
+        """Copy the last, partly filled block of the prompt from a sibling, if one has computed it.
 
-        A sibling goes on writing to this block, so that it cannot be shared.
+        The sibling goes on writing to its block, which therefore cannot be shared.
         """
         num_tokens = self._prefixes.num_common_tokens(request)
         num_full_blocks, num_slots = divmod(num_tokens, self.block_size)

@@ -1,4 +1,4 @@
-"""Finds what was computed before of a request's tokens: blocks of a sibling, cached ones, and those of the swap space."""
+"""Search for blocks that already hold KV of a request: a sibling's, cached ones, and those in the swap space."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from titan.memory.swap_space import SwapSpace, find_blocks
 class Prefix(NamedTuple):
     """Full blocks that are already computed and hold a prefix of a request's committed tokens."""
 
-    block_ids: dict[int, int]  # by their place in the prefix, but those in the swap space
-    swapped: dict[int, int]  # the same of blocks of the swap space
+    block_ids: dict[int, int]  # blocks of the pool by their index in the prefix
+    swapped: dict[int, int]  # blocks of the swap space by their index in the prefix
     block_hashes: list[bytes]  # one per block, or none without prefix caching
-    num_drafted_blocks: int  # leading blocks that the current draft covers
+    num_drafted_blocks: int  # leading blocks that hold the current draft's KV as well
 
 
 class PrefixFinder:
-    """Finds what is computed of requests without blocks; nothing changes, but that hashes of their blocks are kept."""
+    """Finds blocks that hold KV of requests without blocks, and stores the hashes that it computes in the requests."""
 
     def __init__(self, pool: BlockPool, swap_space: SwapSpace, block_size: int) -> None:
         self._pool = pool
@@ -29,16 +29,16 @@ class PrefixFinder:
         self._block_size = block_size
 
     def find(self, request: Request) -> Prefix:
-        """Return the computed blocks that hold a prefix of the tokens of a request without blocks, its root excluded.
+        """Return the full blocks that hold KV of the longest prefix of a request without blocks, its root excluded.
 
-        There are none for a request whose prompt still needs logits, which blocks do not hold.
+        There are none if its prompt still needs logits, which blocks do not hold.
         """
         if request.prompt_logits(request.num_prompt_tokens):
             return Prefix({}, {}, [], 0)
         pool, space, size = self._pool, self._swap_space.pool, self._block_size
         sibling = self.leading_sibling(request)
         num_shared = min(sibling.num_computed_tokens, self.num_common_tokens(request)) // size
-        block_ids = dict(enumerate(sibling.block_ids[:num_shared]))  # whether or not they are cached: they are counted as shared
+        block_ids = dict(enumerate(sibling.block_ids[:num_shared]))  # shared, whether or not they are cached
         swapped, are_drafted = dict[int, int](), list[int]()
         request.hash_chain += sibling.hash_chain[len(request.hash_chain) : num_shared]
         for i, block_hash in enumerate(self.block_hashes(request, num_shared) if pool.enable_caching else (), num_shared):
@@ -57,24 +57,24 @@ class PrefixFinder:
         return Prefix(block_ids, swapped, block_hashes, num_drafted_blocks)
 
     def find_swapped(self, request: Request) -> dict[int, int]:
-        """Return the blocks that a swapped request need not copy back, by their place in it."""
+        """Return the blocks of the pool that still hold KV of a swapped request, by their index in it."""
         return find_blocks(self._pool, request.block_hashes, -(-request.num_drafted_context // self._block_size))
 
     def found_blocks(self, request: Request) -> Collection[int]:
-        """Return the blocks that a request without blocks finds computed, and need not copy from the swap space."""
+        """Return the blocks of the pool that hold KV of a request without blocks, so that it can share them."""
         return self.find_swapped(request).values() if request.is_swapped else self.find(request).block_ids.values()
 
     def awaits_sibling(self, request: Request) -> bool:
-        """Whether a sibling is computing the prompt, which a request without KV then need not compute."""
+        """Whether a sibling is computing the prompt, so that a request without KV waits to share it."""
         if request.block_ids or request.is_swapped or request.prompt_logits(request.num_prompt_tokens):
             return False
         sibling = self.leading_sibling(request)
         return sibling is not request and sibling.num_computed_tokens < self.num_common_tokens(request)
 
     def leading_sibling(self, request: Request) -> Request:
-        """Return the sibling with the most KV of the common tokens, of several the one that the draft has seen most of.
+        """Return the sibling with the most KV of the common tokens in the target's cache, and among equals in the draft's.
 
-        It is the request itself if none has blocks: one that is swapped out has counters, and no blocks.
+        Siblings without blocks, such as swapped ones, do not count; if none has blocks, it is the request itself.
         """
         num_tokens = self.num_common_tokens(request)
         return max(
@@ -88,7 +88,7 @@ class PrefixFinder:
         return min(request.num_prompt_tokens, request.num_tokens - 1)
 
     def block_hashes(self, request: Request, start: int) -> Iterator[bytes]:
-        """Yield the hashes of the request's full blocks of committed tokens, from this one on; each is computed once."""
+        """Yield the hashes of the request's full blocks of committed tokens, from block ``start`` on; each is computed once."""
         chain, size = request.hash_chain, self._block_size
         for i in range(start, (request.num_tokens - 1) // size):
             while i >= len(chain):

@@ -1,4 +1,4 @@
-"""The number of blocks in the pool."""
+"""The numbers of blocks in the KV cache and in the swap space."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def num_swap_blocks(swap_space: int, layouts: Sequence[KVLayout], block_size: in
     """Return the number of blocks in a swap space.
 
     Args:
-        swap_space: its bytes.
+        swap_space: its size in bytes.
         layouts: of the target's and the draft's cache.
         block_size: tokens per block.
         free_memory: bytes of the host that can be allocated.
@@ -41,12 +41,12 @@ def num_kv_blocks(
     measure: Callable[[], KVMemory],
     free_memory: Callable[[], int],
 ) -> int:
-    """Return the number of blocks, as given or by memory: each takes the bytes of the target's and the draft's cache together.
+    """Return the number of blocks in the KV cache: as the options give it, else as many as fit the memory.
 
     Args:
         options: the user's.
-        layouts: of these caches.
-        num_useful: upper bound, above which blocks are of no use.
+        layouts: of the target's and the draft's cache, in which a block takes memory.
+        num_useful: upper bound unless the options give a size: more blocks could never be used.
         measure: returns the memory that there is for the caches; called only if the user has not given a size.
         free_memory: returns the bytes that can be allocated; called only if the user has given a size.
 
@@ -77,7 +77,7 @@ def num_kv_blocks(
 
 
 def _too_few(memory: KVMemory, share: float | None, num_bytes: int, bytes_per_block: int) -> str:
-    """Return a message on memory that holds no block, with what is there and what to set."""
+    """Return the message for memory that does not hold a single block: what there is, and what to set."""
     asked = "the KV cache would get" if share is None else f"memory_utilization={share} leaves the KV cache"
     if memory.free < bytes_per_block:
         advice = "a smaller model or dtype, or less memory in use by others, would leave more"

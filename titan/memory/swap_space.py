@@ -23,22 +23,22 @@ KEPT_AHEAD = 32
 """Cached blocks, the next to be evicted, that are copied to the host at once: a step evicts few at a time."""
 
 MAX_MEASURED_BLOCKS, NUM_MEASUREMENTS = 64, 3
-"""How many blocks are copied, and how often, to measure what that takes."""
+"""Maximum blocks that are copied to measure the time that copies take, and how often."""
 
 
 class SwapSpace:
-    """Blocks on the host beside those of the attached caches, which they can hold copies of; there are none until it is resized."""
+    """Blocks on the host for copies of blocks of the attached caches; there are none until it is resized."""
 
     def __init__(self, enable_caching: bool, ops: CacheOps) -> None:
         self.pool = BlockPool(0, enable_caching)
-        self.num_hits = 0  # blocks of prefixes found here since the start
+        self.num_hits = 0  # blocks of prefixes that were found here, since the start
         self._ops = ops
         self._blocks: dict[Role, list[Tensor]] = {}
 
     def resize(self, num_blocks: int, tensors: Mapping[Role, KVTensor]) -> None:
-        """Have this many blocks for each of these caches, all of them blank; nobody may hold one.
+        """Replace all blocks by this many blank ones for each of these caches; no request may hold one.
 
-        Where there is no memory for them, that is raised, and there is no swap space any more.
+        If memory is not enough, the error is raised, and the swap space has no blocks any more.
         """
         self._blocks, self.pool = {}, BlockPool(0, self.pool.enable_caching)
         self._blocks = {role: self._ops.host_blocks(kv, num_blocks) for role, kv in tensors.items()}
@@ -51,7 +51,7 @@ class SwapSpace:
                 self._ops.copy_out(kv, self._blocks[role], np.array(sources), np.array(targets))
 
     def copy_in(self, tensors: Mapping[Role, KVTensor], sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy blocks of all caches from the host; see `CacheOps.await_copies`."""
+        """Start copies of blocks of all caches from the host; `CacheOps.await_copies` waits for them."""
         if sources:
             for role, kv in tensors.items():
                 self._ops.copy_in(kv, self._blocks[role], np.array(sources), np.array(targets))
@@ -99,7 +99,10 @@ class SwapSpace:
     def measure_copies(
         self, tensors: Mapping[Role, KVTensor], pool: BlockPool, wait: Callable[[Sequence[Tensor]], object]
     ) -> float:
-        """Return the seconds of copying a block here and back: the least of a few tries with blank blocks of the pool."""
+        """Return the seconds of copying a block here and back: the least of a few measurements with blank blocks of the pool.
+
+        ``wait`` returns once the copies have written the tensors that it is given.
+        """
         count = min(MAX_MEASURED_BLOCKS, pool.num_blank, self.pool.num_blank)
         block_ids, swapped = pool.allocate(count), self.pool.allocate(count)
         seconds = inf
@@ -110,18 +113,18 @@ class SwapSpace:
             self._ops.await_copies()
             wait([group[0, block_ids[0], 0, 0, 0].view(torch.uint8) for group in tensors["target"].groups])
             seconds = min(seconds, time.perf_counter() - start)
-        pool.release(block_ids[::-1])
-        self.pool.release(swapped[::-1])
+        pool.release(block_ids)
+        self.pool.release(swapped)
         return seconds / count
 
 
 def find_blocks(pool: BlockPool, block_hashes: Sequence[bytes], num_drafted_blocks: int) -> dict[int, int]:
-    """Return the cached blocks of a pool that hold blocks of a request, by their place in it.
+    """Return the cached blocks of a pool that hold KV of a request, by their index in it.
 
     Args:
         pool: where they are looked up.
         block_hashes: of the request's full blocks.
-        num_drafted_blocks: leading blocks of which the current draft's KV is needed, too.
+        num_drafted_blocks: leading blocks that must hold the current draft's KV as well.
     """
     found = {}
     for i, block_hash in enumerate(block_hashes):
@@ -140,15 +143,15 @@ def take_blocks(
     allocate: Callable[[int], list[int]],
     copy: Callable[[list[int], list[int]], None],
 ) -> list[int] | None:
-    """Take a reference to each block of a request in a pool: those found there, and copies of the others.
+    """Return blocks of a pool for a request, one reference each: those found there, and copies of the others.
 
-    These are cached there unless their hashes were forgotten where they come from.
+    Copies of full blocks are cached there unless their hashes were forgotten in the source pool.
 
     Args:
-        pool: where the blocks are to be.
+        pool: the pool of the result.
         found: from `find_blocks`.
         block_hashes: of the request's full blocks.
-        sources: blocks that the others are copied from, by their place in the request.
+        sources: blocks that the others are copied from, by their index in the request.
         source_pool: the pool of these.
         allocate: allocates blocks of ``pool``.
         copy: copies the content of blocks, given the sources and the targets.

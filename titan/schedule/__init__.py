@@ -1,1 +1,1 @@
-"""Which requests run in a step, which may join, and when a request ends."""
+"""Scheduling: the requests of a step and their tokens, admission, preemption, and the end of a request."""

@@ -1,4 +1,4 @@
-"""A heap whose items can be removed and get other keys."""
+"""A heap whose items can be removed and given other keys."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ T = TypeVar("T", bound=Hashable)
 class Heap(Generic[T]):
     """Items in order of their keys, those with equal keys in order of arrival.
 
-    An item that leaves stays in the heap unseen until it comes to the top, or until such ones are the majority.
+    A removed item stays in the list until it comes to the top, or until removed items are the majority.
     """
 
     def __init__(self) -> None:
         self._heap: list[tuple[Any, int, T]] = []
-        self._entries: dict[T, tuple[Any, int, T]] = {}  # of the items that have not left
+        self._entries: dict[T, tuple[Any, int, T]] = {}  # of all items but removed ones
         self._numbers = count()
 
     def __len__(self) -> int:

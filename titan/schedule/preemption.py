@@ -1,4 +1,4 @@
-"""What becomes of the KV of a request that must make room: it is swapped out, or freed and computed again."""
+"""The choice between swap and recompute for a request that is preempted."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from titan.core.request import Request
 class SwapRule:
     """Chooses between swap and recompute by the mode in the options.
 
-    "auto" compares the seconds of copying a request's blocks out and in again with those that its tokens add to the target's
+    "auto" compares the seconds of copying a request's blocks out and in again with those that its tokens would add to the target's
     passes, chunk by chunk, beside a row that runs anyway. All of its tokens count, although some may still be cached when it
-    returns; the draft's passes do not. Where passes were not measured, it swaps: a token's KV is much smaller than the weights that
-    it is computed with.
+    returns; the draft's passes do not. If passes were not measured, it swaps: the KV of a token is much smaller than the weights
+    that a pass reads.
     """
 
     mode: str
-    chunk_size: int  # most tokens of a request in a pass
-    block_s: float = 0.0  # of copying a block out and in again
-    pass_s: Callable[[float, float], float] | None = None  # seconds of a pass of the target by rows and tokens of context
+    chunk_size: int  # maximum tokens of a request in a pass
+    block_s: float = 0.0  # seconds to copy a block out and in again
+    pass_s: Callable[[float, float], float] | None = None  # seconds of a pass of the target by its rows and tokens of context
 
     def prefers_swap(self, request: Request) -> bool:
         """Whether a running request should be swapped out rather than computed again."""

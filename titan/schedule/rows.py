@@ -17,26 +17,26 @@ if TYPE_CHECKING:
 class RowChooser:
     """Chooses the rows of one step, and reserves blocks for their tokens and drafts.
 
-    Drafts come last: they take what blocks are free then, and preempt nobody. The tokens of a row that is taken back, because its
-    request is preempted, are not given to others in this step.
+    Drafts come last: they take blocks that are still free then, and preempt nobody. If a request is preempted that has a row
+    already, the tokens of that row are not given to others in this step.
 
     Args:
-        scheduler: whose requests they are of.
+        scheduler: holds the requests.
         max_draft_tokens: maximum draft tokens per request.
     """
 
     def __init__(self, scheduler: Scheduler, max_draft_tokens: int) -> None:
         self._scheduler, self._options, self._kv = scheduler, scheduler.options, scheduler.kv
         self._max_draft_tokens = max_draft_tokens
-        self._plan = StepPlan([], [], [], [])
-        self._budget = scheduler.options.max_num_batched_tokens  # tokens that are left
-        self._prompt_budget = 0  # those of them that requests that do not decode may have
-        self._num_preemptions_before = 0  # before the rows were chosen
-        self._num_spare_blocks = 0  # free ones that the running requests do not need; they are for those that join
-        self._num_needed = dict[Request, int]()  # blocks for one that waits to start: of a long one, it takes long to say
+        self._plan = StepPlan(requests=[], num_tokens=[], draft_budgets=[], num_slots=[])
+        self._budget = scheduler.options.max_num_batched_tokens  # tokens left
+        self._prompt_budget = 0  # tokens left, of these, for requests that do not decode
+        self._num_preemptions_before = 0  # total before the rows were chosen
+        self._num_spare_blocks = 0  # free blocks that running requests do not need, so that others may join
+        self._num_needed = dict[Request, int]()  # blocks that a waiting request needs to start, cached: slow for long prompts
 
     def choose(self) -> StepPlan:
-        """Return a plan with the rows; their slots are yet to be set."""
+        """Return a plan with the rows, whose ``num_slots`` are yet to be set."""
         scheduler, plan = self._scheduler, self._plan
         if scheduler.waiting:
             self._displace()
@@ -59,34 +59,34 @@ class RowChooser:
         return plan
 
     def num_missing_blocks(self, requests: Sequence[Request]) -> int:
-        """Return how many free blocks it takes to run these requests: to their next step's end, or with "max_tokens" to theirs."""
+        """Return how many free blocks requests need to the end of their next step, or with "max_tokens" to their own end."""
         if self._options.reservation == "max_tokens":
             return sum([self._kv.num_missing_blocks(each, each.num_prompt_tokens + each.max_tokens) for each in requests])
         return sum([self._kv.num_missing_blocks(each, self._num_slots(each)) for each in requests])
 
     def _num_slots(self, request: Request) -> int:
-        """Return how many slots a request may take to the end of its next step."""
+        """Return how many slots a request may fill by the end of its next step."""
         return request.num_tokens + request.most_drafts(self._max_draft_tokens)
 
     def _num_wanted(self, request: Request) -> int:
-        """Return how many tokens a request that does not decode would have if all were for it; none while it awaits a sibling."""
+        """Return how many tokens a request that does not decode would take if all were for it; 0 while it awaits a sibling."""
         if self._kv.awaits_sibling(request):
             return 0
         num_tokens = request.num_uncomputed_tokens
         return min(num_tokens, self._options.prefill_chunk_size or num_tokens)
 
     def _num_wanted_by_waiting(self) -> int:
-        """Return how many tokens those that wait and have a place want: each as many as the next one, if that has blocks."""
+        """Estimate the tokens for waiting requests that may join: for each as many as for the first; 0 if that lacks blocks."""
         scheduler = self._scheduler
         if not scheduler.waiting or self._shortage(request := scheduler.first()):
             return 0
         num_places = min(len(scheduler.waiting), self._options.max_batch_size - len(scheduler.running))
-        return self._num_wanted(request) * (1 if request.siblings else num_places)  # which then await it
+        return self._num_wanted(request) * (1 if request.siblings else num_places)  # siblings would await it
 
     def _most_prompt_tokens(self) -> int:
         """Return how many tokens the requests that do not decode may have together.
 
-        It is what drafts of the others leave: at least half of what there is without them.
+        It is what the drafts of decoding requests leave, but at least half of what there would be without drafts.
         """
         num_decodes = len(self._plan.requests)
         most, limit = min(self._budget, self._options.max_prefill_tokens or self._budget), self._scheduler.prefill_limit
@@ -97,9 +97,9 @@ class RowChooser:
         return min(most, left)
 
     def _chunk(self, request: Request, num_behind: int) -> int:
-        """Return how many tokens a running request that does not decode gets, if those behind it want ``num_behind``.
+        """Return how many tokens a running request that does not decode gets, if the requests behind it want ``num_behind``.
 
-        A chunk that is not the last leaves them up to half of the budget: a long prompt must not stall short ones.
+        Unless it completes the prompt, they are left up to half of the budget: a long prompt must not stall short ones.
         """
         num_tokens = min(self._num_wanted(request), self._prompt_budget)
         if num_tokens < request.num_uncomputed_tokens:
@@ -123,7 +123,7 @@ class RowChooser:
         self._prompt_budget -= num_tokens
 
     def _add_drafts(self) -> None:
-        """Let the rows that reach their roots draft, the first ones first, as far as there are tokens and free blocks."""
+        """Set the draft budgets of the rows that reach their roots, in order, as far as tokens and free blocks allow."""
         plan = self._plan
         for i in plan.emitting_rows() if self._max_draft_tokens else ():
             request = plan.requests[i]
@@ -146,28 +146,28 @@ class RowChooser:
             num_free, num_kept = pool.num_free, self._num_blocks_kept_free(request)
             scheduler.start(request)
             self._num_spare_blocks -= num_free - pool.num_free + self.num_missing_blocks([request]) + num_kept
-            if not is_delayed:  # else its KV arrives beside this step's passes, or with later ones
+            if not is_delayed:  # else its KV is copied in during this step's passes, or computed by a sibling
                 self._kv.await_copies()
                 num_tokens = min(self._num_wanted(request), self._prompt_budget)
                 is_reserved = self._kv.reserve(request, request.num_computed_tokens + num_tokens)
                 assert is_reserved or len(scheduler.running) > 1, "a request that runs alone fits: larger ones are refused"
-                if is_reserved:  # else there was no memory for what its blocks were counted by
+                if is_reserved:  # else memory for copies of its KV was lacking, so that it needs more blocks than were counted
                     self._add(request, num_tokens)
         return None
 
     def _shortage(self, request: Request) -> Shortage | None:
-        """Return what a waiting request lacks to start, but for tokens."""
+        """Return what a waiting request lacks to start, tokens aside."""
         scheduler = self._scheduler
         if len(scheduler.running) >= self._options.max_batch_size:
             return "requests"
-        if scheduler.counters.num_preemptions > self._num_preemptions_before:  # there is no room for those that run
+        if scheduler.counters.num_preemptions > self._num_preemptions_before:  # running requests lacked room
             return "blocks"
         if request not in self._num_needed:
             self._num_needed[request] = self.num_missing_blocks([request]) + self._num_blocks_kept_free(request)
         return "blocks" if scheduler.running and self._num_needed[request] > self._num_spare_blocks else None
 
     def _displace(self) -> None:
-        """Preempt running requests for the first waiting one, if the policy lets it take their place and it then joins."""
+        """Preempt running requests for the first waiting one, if the policy allows it and the request can then join."""
         scheduler, kv = self._scheduler, self._kv
         request = scheduler.first()
         candidates = scheduler.policy.displaceable(request, scheduler.running, scheduler.clock())
@@ -176,7 +176,8 @@ class RowChooser:
         num_lacking = self.num_missing_blocks([*scheduler.running, request]) - kv.pool.num_free
         num_lacking += self._num_blocks_kept_free(request)
         is_full, victims = len(scheduler.running) >= self._options.max_batch_size, list[Request]()
-        wanted, num_holders = {*kv.found_blocks(request)}, Counter[int]()  # of a block, among the victims
+        wanted = {*kv.found_blocks(request)}
+        num_holders = Counter[int]()  # by block: how many victims hold it
         for candidate in candidates:
             if num_lacking <= 0 and (victims or not is_full):
                 break
@@ -190,10 +191,10 @@ class RowChooser:
                 scheduler.preempt(victim)
 
     def _num_blocks_kept_free(self, request: Request) -> int:
-        """Return how many blocks must stay free after the next step when a waiting request starts.
+        """Return how many blocks must be free after the next step if a waiting request starts.
 
-        Where it starts again, it is one for each that then runs and may still need it. Otherwise somebody would give way at once,
-        as soon as the others have grown or draft more, and requests would go out and in without getting on.
+        For a request that was preempted, it is one for each request that would run and may need one more block. Otherwise
+        requests that grow or draft more would soon preempt another one, and requests would leave and return without progress.
         """
         if not request.metrics.num_preemptions:
             return 0

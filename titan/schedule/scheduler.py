@@ -31,12 +31,12 @@ from titan.schedule.service import ServiceLog
 from titan.schedule.stopping import append_tokens, fail_if_unreadable, mark_failed
 
 Lookahead = Callable[[Sequence[Request], Sequence[int]], Sequence[int]]
-"""Returns the slots after the root of each request that drafting these many nodes would like to write: at least as many, more for a
-beam."""
+"""Returns how many slots after the root the drafter would like to write for each request, given the number of its draft nodes: at
+least as many, more for a beam."""
 
 PrefillLimit = Callable[[int, int, int], int]
-"""Returns how many prompt tokens a step may take, given the number of requests that decode, the tokens computed before of all that
-run, and the most that there may be; at least 1."""
+"""Returns how many prompt tokens a step may take, at least 1, given the number of requests that decode, the computed tokens of all
+running requests, and the maximum."""
 
 _POLICIES: Mapping[str, Callable[[], SchedulingPolicy]] = {"fcfs": FcfsPolicy, "priority": PriorityPolicy, "fair": FairPolicy}
 
@@ -44,7 +44,7 @@ _POLICIES: Mapping[str, Callable[[], SchedulingPolicy]] = {"fcfs": FcfsPolicy, "
 class Scheduler:
     """Holds the waiting and the running requests.
 
-    A request enters one of the two before it leaves the other, and leaves as the last thing of all: so an interrupt loses none.
+    A request enters one of the two before it leaves the other, and when it ends, it leaves last of all: so an interrupt loses none.
 
     Args:
         options: how many requests and tokens may run, how many wait, and in which order.
@@ -69,11 +69,11 @@ class Scheduler:
         policy = options.scheduling_policy
         self.policy = _POLICIES[policy]() if isinstance(policy, str) else policy
         self.swap_rule = SwapRule(options.preemption_mode, options.prefill_chunk_size or options.max_num_batched_tokens)
-        self.waiting: dict[Request, None] = {}  # in no order that matters: the policy has its own
+        self.waiting: dict[Request, None] = {}  # in no particular order: the policy has its own
         self.running: list[Request] = []  # in order of their start
         self.service = ServiceLog()
         self.prefill_limit = prefill_limit
-        self._expiries: Heap[Request] = Heap()  # of unfinished requests, by time
+        self._expiries: Heap[Request] = Heap()  # unfinished requests by the time at which they are aborted
 
     @property
     def has_unfinished(self) -> bool:
@@ -86,7 +86,7 @@ class Scheduler:
         return (*self.running, *self.waiting)
 
     def may_add(self, request: Request) -> bool:
-        """Whether a request may be queued: there is room, or its time is over, and the next step ends it."""
+        """Whether a request may be queued: there is room, or its time-out is over already, so that the next step ends it."""
         has_room = len(self.waiting) < self.options.max_waiting_requests
         return has_room or (request.expiry is not None and request.expiry <= self.clock())
 
@@ -108,11 +108,11 @@ class Scheduler:
             self.fail(request, f"the KV cache was resized to {self.kv.num_blocks} blocks, and the request may need {num_blocks}")
 
     def abort(self, request: Request, error: str | None = None) -> None:
-        """Abort an unfinished request and release its blocks; its caller may not have queued it yet."""
+        """Abort an unfinished request and release its blocks; it need not have been queued."""
         self._end(request, FinishReason.ABORT, error)
 
     def fail(self, request: Request, error: str) -> None:
-        """End an unfinished request that cannot go on, as `abort` does."""
+        """End an unfinished request that cannot go on, and release its blocks; it need not have been queued."""
         self._end(request, FinishReason.ERROR, error)
 
     def _end(self, request: Request, reason: FinishReason, error: str | None) -> None:
@@ -127,9 +127,9 @@ class Scheduler:
         self._finish(request)
 
     def end_all(self, error: str) -> None:
-        """End all requests, whatever was interrupted; the KV cache has forgotten theirs.
+        """End all requests with an error, after an interrupt anywhere; the KV cache must have lost its content before.
 
-        Those that a step has just finished end with the error, too: it may have been about to add to what they have.
+        Requests that the interrupted step has finished end with the error, too: their outputs may be incomplete.
         """
         for request in dict.fromkeys(self.in_flight):
             mark_failed(request, error)
@@ -137,7 +137,7 @@ class Scheduler:
             self.counters.num_finished_requests += 1
             self.service.end(request)
             for tell in (self.policy.remove, self.policy.end) if request in self.waiting else (self.policy.end,):
-                with suppress(Exception):  # it may know that already, or may have failed itself
+                with suppress(Exception):  # it may have been told already, or be what failed
                     tell(request)
         self._expiries = Heap()
         self.waiting.clear()
@@ -160,7 +160,7 @@ class Scheduler:
         """Check that a KV cache of another size has room for what was admitted.
 
         Raises:
-            ValueError: a request may need more blocks, or those that run may, which never make room for each other.
+            ValueError: a request may need more blocks, or more are reserved for the running ones with "max_tokens".
         """
         if not self.has_unfinished:
             return
@@ -200,7 +200,7 @@ class Scheduler:
         return request
 
     def start(self, request: Request) -> None:
-        """Start a waiting request, at the end of what is already computed of it, unless a sibling is computing that just now."""
+        """Start a waiting request with the KV that is already computed, or without KV while a sibling is computing its prompt."""
         if not self.kv.awaits_sibling(request):
             self._admit(request)
         self.running.append(request)
@@ -208,7 +208,7 @@ class Scheduler:
         del self.waiting[request]
 
     def ensure_kv(self, request: Request) -> bool:
-        """Give a running request that awaited a sibling its KV, if that is computed and there is room; return whether it has it."""
+        """Give a running request that awaited a sibling its KV, if that is computed and there is room; return whether it has KV."""
         if request.block_ids:
             return True
         if request not in self.running or self.kv.awaits_sibling(request):
@@ -237,7 +237,8 @@ class Scheduler:
         Returns:
             The requests whose output changed.
         """
-        changed, proposed, accepted = [], list[int](), list[int]()  # requests, depths of draft tokens
+        changed = list[Request]()
+        proposed, accepted = list[int](), list[int]()  # depths of draft tokens
         num_sequences = num_tokens = 0
         self.counters.num_context_tokens += plan.num_context_tokens
         now = self.clock()
@@ -255,12 +256,13 @@ class Scheduler:
                     request.logprobs += acceptance.logprobs[i][:num_emitted]
                 if request.metrics.first_token_time is None:
                     request.metrics.first_token_time = now
-                own = depths[first_nodes[i] : first_nodes[i + 1]], range(1, min(len(path), num_emitted) + 1)
-                _count(request.metrics, 1, num_emitted, *own)
+                own_proposed = depths[first_nodes[i] : first_nodes[i + 1]]
+                own_accepted = range(1, min(len(path), num_emitted) + 1)
+                _count(request.metrics, 1, num_emitted, own_proposed, own_accepted)
                 num_sequences += 1
                 num_tokens += num_emitted
-                proposed += own[0]
-                accepted += own[1]
+                proposed += own_proposed
+                accepted += own_accepted
             if error is not None and not request.is_finished:  # after a stop it does not matter
                 request.finish_reason, request.error = FinishReason.ERROR, error
             if request.error is None:
@@ -278,17 +280,18 @@ class Scheduler:
         return changed
 
     def _share_prompts(self, finished: Sequence[Request]) -> list[Request]:
-        """Give siblings without KV the prompts of finished requests, while the blocks are there; return those that it ended."""
-        families, ended = {id(request.siblings) for request in finished if request.siblings}, list[Request]()
+        """Give siblings without KV the prompts of finished requests before their blocks are released; return those that failed."""
+        failed = list[Request]()
+        families = {id(request.siblings) for request in finished if request.siblings}
         if not families:
-            return ended
+            return failed
         for sibling in [each for each in self.running if not each.block_ids and id(each.siblings) in families]:
             try:
                 self.ensure_kv(sibling)
-            except Exception as error:  # noqa: BLE001 - whatever ends one request, the others are told what they got
+            except Exception as error:  # noqa: BLE001 - whatever ends one request, the others' outputs are returned
                 self.fail(sibling, f"{type(error).__name__}: {error}")
-                ended.append(sibling)
-        return ended
+                failed.append(sibling)
+        return failed
 
     def _queue(self, request: Request) -> None:
         self.waiting[request] = None
@@ -304,7 +307,7 @@ class Scheduler:
             return False
 
     def _admit(self, request: Request) -> None:
-        """Give a request what is already computed of it; without memory for copies of that, it is computed again."""
+        """Give a request the KV that is already computed; without memory for copies, it is computed again."""
         is_swapped = request.is_swapped
         try:
             self.kv.admit(request)
@@ -315,11 +318,13 @@ class Scheduler:
             if is_swapped:
                 self.counters.num_swapped_in += 1
                 return
-        metrics, num_cached_tokens = request.metrics, request.num_cached_blocks * self.kv.block_size
+        metrics = request.metrics
+        num_cached_tokens = request.num_cached_blocks * self.kv.block_size
         self.counters.num_cached_tokens += num_cached_tokens
         self.counters.num_admitted_tokens += request.num_tokens
         if metrics.first_scheduled_time is None:
-            metrics.first_scheduled_time, metrics.num_cached_tokens = self.clock(), num_cached_tokens
+            metrics.first_scheduled_time = self.clock()
+            metrics.num_cached_tokens = num_cached_tokens
             num_prompt_tokens = max(0, request.num_prompt_tokens - request.num_computed_tokens)
             self.policy.serve(request, num_prompt_tokens, 0)
             self.service.start(request, num_prompt_tokens, metrics.first_scheduled_time)

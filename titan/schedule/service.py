@@ -1,4 +1,4 @@
-"""What requests were given: tokens by user, and the time until they started."""
+"""A log of the service that requests got: tokens by user, and the time until they started."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from titan.core.metrics import UserMetrics
 from titan.core.request import Request
 
 MAX_USERS = 1000
-"""Users who are remembered; then the one whose requests last started or ended longest ago is forgotten."""
+"""Maximum users in the log; the one whose requests started or ended least recently is forgotten first."""
 
 MAX_STARTS = 1024
-"""Starts of requests whose waiting is remembered."""
+"""Maximum requests whose time in the queue is in the log: the last ones that started."""
 
 
 class _Tokens(NamedTuple):
@@ -22,7 +22,7 @@ class _Tokens(NamedTuple):
 
 
 class ServiceLog:
-    """Counts when requests start and end, and not in every step."""
+    """Counts tokens by user when requests start and end, not in every step."""
 
     def __init__(self) -> None:
         self.queue_s: deque[float] = deque(maxlen=MAX_STARTS)  # from arrival to start
@@ -39,16 +39,16 @@ class ServiceLog:
             self._add(request.terms.user, 0, request.num_output_tokens)
 
     def users(self, in_flight: Iterable[Request]) -> dict[str | None, UserMetrics]:
-        """Return what each user was given.
+        """Return the tokens that each user was given.
 
         Args:
-            in_flight: the requests that wait or run, whose output so far counts as well.
+            in_flight: the requests that wait or run; their output so far counts as well.
         """
         found = dict(self._users)
         for request in in_flight:
             prompt, output = found.get(request.terms.user, _Tokens())
             found[request.terms.user] = _Tokens(prompt, output + request.num_output_tokens)
-        return {user: UserMetrics(*tokens) for user, tokens in found.items()}
+        return {user: UserMetrics(num_prompt_tokens=prompt, num_output_tokens=output) for user, (prompt, output) in found.items()}
 
     def _add(self, user: str | None, num_prompt_tokens: int, num_output_tokens: int) -> None:
         prompt, output = self._users.get(user, _Tokens())

@@ -26,7 +26,7 @@ def append_tokens(request: Request, token_ids: Sequence[int]) -> int:
         request.token_ids.append(token_id)
         may_stop, detokenizer = count > num_before_stop, request.detokenizer
         if may_stop and token_id in request.stop_token_ids:
-            if detokenizer is not None:  # what it holds back, of tokens before, may have a stop string
+            if detokenizer is not None:  # text of earlier tokens that it holds back may have a stop string
                 _extend_text(request, detokenizer, detokenizer.finish, count - 1 > num_before_stop)
             if not request.is_finished:
                 _stop_at_token(request, token_id)
@@ -42,14 +42,14 @@ def append_tokens(request: Request, token_ids: Sequence[int]) -> int:
 
 
 def mark_failed(request: Request, error: str) -> None:
-    """Let a request end with an error, unless it has one already; whoever calls this, or has, releases what it holds."""
+    """Mark a request as ended by an error, unless it has one already; releasing its blocks is left to the caller."""
     if request.error is None:
         request.finish_reason, request.stop_reason, request.error = FinishReason.ERROR, None, error
 
 
 @contextmanager
 def fail_if_unreadable(request: Request, fail: Callable[[Request, str], None] = mark_failed) -> Iterator[None]:
-    """End a request, and no other, where its tokenizer fails; the text is what it was."""
+    """End a request, and no other, if its tokenizer fails within the context; its text stays as it was."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - a tokenizer may be code of the model's
@@ -57,7 +57,7 @@ def fail_if_unreadable(request: Request, fail: Callable[[Request, str], None] = 
 
 
 def _extend_text(request: Request, detokenizer: Detokenizer, extend: Callable[[], None], may_stop: bool) -> None:
-    """Extend the text of a request, which ends at a stop string in it if it may."""
+    """Extend the text of a request, and end it at a stop string in the new text if ``may_stop``."""
     num_old_characters = len(detokenizer.text)
     with fail_if_unreadable(request):
         extend()
@@ -66,7 +66,7 @@ def _extend_text(request: Request, detokenizer: Detokenizer, extend: Callable[[]
 
 
 def _stop_at_token(request: Request, token_id: int) -> None:
-    """End a request at a stop token, whose own text is like that of a stop string."""
+    """End a request at a stop token, whose text is kept or dropped as that of a stop string."""
     params = request.params
     request.finish_reason = FinishReason.STOP
     request.stop_reason = token_id if token_id in (params.stop_token_ids or ()) else None
@@ -76,7 +76,7 @@ def _stop_at_token(request: Request, token_id: int) -> None:
 
 
 def _stop_at_string(request: Request, detokenizer: Detokenizer, num_old_characters: int) -> None:
-    """End a request, and its text, at a stop string that the token just appended completes: of several the one that ends first.
+    """End a request, and cut its text, at a stop string that its last token completes: of several, at the one that ends first.
 
     A stop string that was complete before, which only ``min_tokens`` can have let pass, stays in the text.
     """

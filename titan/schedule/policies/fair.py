@@ -49,11 +49,11 @@ class FairPolicy(SchedulingPolicy):
         }
         self.prompt_weight = check_number("prompt_weight", prompt_weight, low=0.0)
         self.output_weight = check_number("output_weight", output_weight, low=0.0, open_low=True)
-        self._service = defaultdict[str | None, float](float)  # over the weights; of users who are not idle, or ahead of the least
-        self._waiting: dict[str | None, OrderedDict[Request, None]] = {}  # of users who have any
-        self._backlogged: Heap[str | None] = Heap()  # the same users, by service, which may have grown
-        self._last: str | None = None  # user of whom no request waits any more
-        self._least = 0.0  # service among the backlogged, or of the last; never falls
+        self._service = defaultdict[str | None, float](float)  # over the weight; of idle users, only while above the least
+        self._waiting: dict[str | None, OrderedDict[Request, None]] = {}  # by user, for users who have some
+        self._backlogged: Heap[str | None] = Heap()  # the same users by their service, which may have grown since
+        self._last: str | None = None  # the last user whose requests stopped waiting
+        self._least = 0.0  # service of a backlogged user, or of the last one; never falls
         self._in_flight = defaultdict[str | None, set[Request]](set)  # by user
         self._idle: Heap[str | None] = Heap()  # users without requests, by service
 
@@ -118,7 +118,7 @@ class FairPolicy(SchedulingPolicy):
         return user
 
     def _forget_idle(self) -> None:
-        """Forget users who will start at the least service in any case, so that memory does not grow with all who ever asked."""
+        """Forget idle users who would be lifted to the least service anyway, so that memory does not grow with every user ever."""
         while self._idle:
             user, service = self._idle.top()
             if service > self._least:

@@ -12,7 +12,7 @@ from titan.core.terms import PRIORITIES
 from titan.schedule.heap import Heap
 
 AGED_TURN = 4
-"""Number of starts of which one is of the oldest request if that has aged."""
+"""Number of starts of which one is the oldest request's, if that has aged."""
 
 _RANKS = {priority: rank for rank, priority in enumerate(PRIORITIES)}
 
@@ -84,7 +84,7 @@ class PriorityPolicy(SchedulingPolicy):
 
 
 def _key(request: Request) -> tuple[int, float, int, float]:
-    """Return what requests are ordered by, the most important first."""
+    """Return the key that orders requests, the most important first: class, deadline, work left, arrival."""
     terms, arrival = request.terms, request.metrics.arrival_time
     deadline = inf if terms.deadline_s is None else arrival + terms.deadline_s
     work = request.num_uncomputed_tokens + request.num_remaining_tokens
