@@ -91,10 +91,10 @@ def test_the_device_tells_what_passes_take(zoo: Zoo) -> None:
     engine = make_engine(zoo.path("llama"), zoo.path("llama~"), device="cuda", num_kv_blocks=400, prefill_chunk_size=16)
     submit(engine, [list(range(5, 45))], [greedy(20, ignore_eos=True)])
     engine.step()
-    assert engine._ahead is not None
+    assert engine._timer.pending is not None
     drain(engine)
     split = engine.metrics().recent.split
-    assert engine._ahead is None and split.draft > 0 and split.target > 0
+    assert engine._timer.pending is None and split.draft > 0 and split.target > 0
     assert split.schedule + split.draft + split.target + split.verify + split.rest < 1.01
 
 

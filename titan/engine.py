@@ -37,6 +37,7 @@ from titan.draft.histories import note_review, note_verification
 from titan.draft.registry import DraftSpec, open_drafter
 from titan.execute.batch import split_logits, target_batch
 from titan.execute.memory_profile import run_largest_pass
+from titan.execute.pass_timer import PassTimer
 from titan.kernels.backend import choose_backend, choose_device
 from titan.kernels.interfaces import Backend, Model, PassCounts, PassLimits, Runner, WarmUp
 from titan.memory.block_pool import BlockPool
@@ -143,9 +144,9 @@ class Engine:
         self.observers: list[StepObserver] = []
         self._log = StepLog()
         self._profiler = Profiler(self.backend, self.kv, config.schedule, self.max_model_len)
-        self._ahead: Any = None  # mark behind the last pass, where the device may still be at it
         self._use_drafter(drafter, ())
         self._pace = self._make_pace()
+        self._timer = PassTimer(self.backend, runs_ahead=self._pace is None and not self.backend.is_host)
         prefill_limit = None if self._pace is None else self._pace.prefill_limit
         self.scheduler = Scheduler(config.schedule, self.kv, self.counters, prefill_limit=prefill_limit)
         if num_swapped:
@@ -204,29 +205,18 @@ class Engine:
 
     def _pass(self, plan: StepPlan, watch: Stopwatch) -> _Passed:
         """Draft, run the target and verify; until the commit, this may be done again with fewer rows."""
-        self.kv.clear_new_blocks()  # blocks are needed per token, and this is not of each step
-        watch.times.prepare += watch.lap()
-        if self._ahead is not None and plan.emitting_rows():
-            self.backend.seconds_between([self.backend.mark()])  # what the device is still at is no part of this step's passes
-            watch.times.backlog += watch.lap()
-        marks = [self.backend.mark()]
+        timer = self._timer
+        self.kv.clear_new_blocks()
+        watch.times.prepare += watch.lap()  # most steps reserve no new block
+        timer.start(plan, watch)
         trees, report = self.drafting.propose(plan), self.drafting.review(plan)
-        marks.append(self.backend.mark())
+        timer.mark()
         batch = target_batch(plan, trees, block_size=self.kv.block_size)
-        marks.append(self.backend.mark())
+        timer.mark()
         logits, prompt_logits = split_logits(batch, self.runner.forward(batch), self.backend.upload)
-        marks.append(self.backend.mark())
+        timer.mark()
         acceptance = accept(self.backend, plan, trees, batch.logits_start_loc, logits)
-        before, self._ahead = self._ahead, None
-        if not batch.logits_start_loc[-1] and self._pace is None and not self.backend.is_host:
-            self._ahead = marks[-1]  # of prompts alone: nobody needs their results, or to know how long they take
-            watch.times.target += watch.lap()
-            if before is not None:
-                self.backend.seconds_between([before])  # one step ahead: a new request waits for all that is launched
-                watch.times.backlog += watch.lap()
-        else:
-            parts = self.backend.seconds_between(marks)
-            watch.times.note_pass(parts, watch.lap())
+        timer.finish(watch, has_results=bool(batch.logits_start_loc[-1]))
         if prompt_logits is not None:
             acceptance.prompt_logprobs.update(prompt_logprobs(plan, prompt_logits, self.backend.upload))
         return _Passed(acceptance, trees.growth, report)
