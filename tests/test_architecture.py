@@ -28,6 +28,7 @@ ORDER = [
     {"titan.execute"},
     {"titan.draft", "titan.verify"},
     {"titan.schedule", "titan.adaptive", "titan.claims"},
+    {"titan.engine_metrics"},
     {
         "titan.diagnosis",
         "titan.engine",

@@ -147,12 +147,13 @@ def test_passes_of_prompts_are_the_targets_time_whenever_they_are_waited_for(zoo
 
 @pytest.mark.parametrize("num_steps", [1, 2, 99, 100, 3000])
 def test_the_last_steps_are_remembered(num_steps: int) -> None:
-    log, counters = StepLog(), EngineCounters()
+    counters = EngineCounters()
+    log = StepLog(counters)
     seconds = np.random.default_rng(num_steps).exponential(1e-3, num_steps).tolist()
     for i, step_s in enumerate(seconds):
         counters.num_emitted_tokens += i
-        log.note(sum(seconds[: i + 1]), StepTimes(target=step_s), counters, "blocks" if i % 2 else None)
-    recent, last = log.metrics(sum(seconds), None), seconds[-MAX_STEPS:]
+        log.note(sum(seconds[: i + 1]), StepTimes(target=step_s), "blocks" if i % 2 else None)
+    recent, last = log.recent_metrics(sum(seconds), None), seconds[-MAX_STEPS:]
     p50, p90, p99 = np.percentile(last, (50, 90, 99), method="inverted_cdf")
     assert recent.step_s == Percentiles(p50, p90, p99) and recent.num_steps == len(last)
     assert recent.tokens_per_s == pytest.approx(sum(range(num_steps)[-MAX_STEPS:]) / sum(last))
@@ -161,16 +162,16 @@ def test_the_last_steps_are_remembered(num_steps: int) -> None:
 
 def test_a_pass_of_more_rows_never_costs_less() -> None:
     """Whatever noise there was when passes were measured."""
-    log = StepLog()
-    log.note(1.0, StepTimes(target=1.0), EngineCounters(num_rows=4), None)
-    assert [log.metrics(1.0, lambda rows, _, power=power: rows**power).row_cost for power in (-1.0, 1.0)] == [0.0, 1.0]
+    log = StepLog(EngineCounters(num_rows=4))
+    log.note(1.0, StepTimes(target=1.0), None)
+    assert [log.recent_metrics(1.0, lambda rows, _, power=power: rows**power).row_cost for power in (-1.0, 1.0)] == [0.0, 1.0]
 
 
 def test_steps_that_computed_nothing_have_no_row_cost() -> None:
     """Those of a request that ended for lack of memory."""
-    log = StepLog()
-    log.note(1.0, StepTimes(target=1.0), EngineCounters(), None)
-    assert log.metrics(1.0, lambda rows, _: log2(rows)).row_cost is None
+    log = StepLog(EngineCounters())
+    log.note(1.0, StepTimes(target=1.0), None)
+    assert log.recent_metrics(1.0, lambda rows, _: log2(rows)).row_cost is None
 
 
 def test_utilisation_is_told_where_the_device_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:

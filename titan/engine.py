@@ -12,6 +12,7 @@ import torch
 from tqdm import tqdm
 
 from titan.adaptive.controller import Controller
+from titan.adaptive.costs import Costs
 from titan.adaptive.pace import Pace
 from titan.adaptive.profiler import Profiler
 from titan.adaptive.speculation import AdaptiveSpeculation
@@ -20,8 +21,8 @@ from titan.core.checks import check_integer
 from titan.core.dtypes import dtype_name
 from titan.core.growth import GrowthSpec
 from titan.core.host_memory import host_memory
-from titan.core.kv_tensor import KVTensor
-from titan.core.metrics import DraftMetrics, EngineCounters, EngineMetrics, Percentiles, TierMetrics, ratio
+from titan.core.kv_tensor import KVLayout, KVTensor
+from titan.core.metrics import EngineCounters, EngineMetrics
 from titan.core.options import EngineConfig, ModelOptions
 from titan.core.out_of_memory import is_out_of_memory
 from titan.core.policy import SchedulingPolicy
@@ -35,16 +36,16 @@ from titan.draft.base import CachingDrafter, DraftContext, Drafter, NoDrafter, R
 from titan.draft.drafting import Drafting
 from titan.draft.histories import note_review, note_verification
 from titan.draft.registry import DraftSpec, open_drafter
+from titan.engine_metrics import EngineMeter
 from titan.execute.batch import split_logits, target_batch
 from titan.execute.memory_profile import run_largest_pass
 from titan.execute.pass_timer import PassTimer
 from titan.kernels.backend import choose_backend, choose_device
 from titan.kernels.interfaces import Backend, Model, PassCounts, PassLimits, Runner, WarmUp
-from titan.memory.block_pool import BlockPool
 from titan.memory.kv_cache import KVCache
 from titan.memory.sizing import block_bytes, num_kv_blocks, num_swap_blocks
 from titan.models.config import ModelConfig
-from titan.models.loader import Checkpoint, how_it_runs, load_model, run_dtype
+from titan.models.loader import Checkpoint, load_model, run_dtype
 from titan.schedule.admission import RequestLimits
 from titan.schedule.scheduler import Scheduler
 from titan.verify.accept import accept
@@ -100,60 +101,72 @@ class Engine:
 
     def _assemble(self, model: Checkpoint | Model, draft: DraftSpec, tokenizer: Any | None) -> None:
         """Load the models, allocate the caches and connect the parts."""
-        config = self.config
-        block_size, max_batch_size = config.memory.block_size, config.schedule.max_batch_size
-        self.backend.check_limits(block_size=block_size, max_batch_size=max_batch_size)
+        config, backend, block_size = self.config, self.backend, self.config.memory.block_size
+        backend.check_limits(block_size=block_size, max_batch_size=config.schedule.max_batch_size)
         if isinstance(policy := config.schedule.scheduling_policy, SchedulingPolicy):
             self._claims.take("scheduling_policy", policy)
+        self.passes = PassCounts()
+        self._tokenizer = tokenizer
+        drafter = self._load(model, draft)
+        layouts = [self._target.kv_layout.stored_as(config.memory.kv_cache_dtype), *([] if drafter.kv is None else [drafter.kv])]
+        num_blocks = self._num_kv_blocks(layouts)
+        free_memory = host_memory().available
+        if backend.is_host:
+            free_memory -= num_blocks * block_bytes(block_size, layouts)
+        num_host_blocks = num_swap_blocks(config.schedule.swap_space, layouts, block_size, free_memory)
+        self.kv = KVCache(num_blocks, block_size, config.memory.enable_prefix_caching, backend.cache)
+        self.kv.attach("target", KVTensor(layouts[0], num_blocks, block_size, backend.device))
+        self.runner = self._prepare_target(self.kv.tensors["target"])
+        vocab_size = self.model_config.vocab_size
+        _warm_up(config, [*self.runner.warm_up((), vocab_size), *backend.warm_up(vocab_size, self.dtype)])
+        self.counters = EngineCounters()
+        self.observers: list[StepObserver] = []
+        self._log = StepLog(self.counters)
+        self._profiler = Profiler(backend, self.kv, config.schedule, self.max_model_len)
+        self._use_drafter(drafter, ())
+        self._pace = self._make_pace()
+        self._timer = PassTimer(backend, runs_ahead=self._pace is None and not backend.is_host)
+        prefill_limit = None if self._pace is None else self._pace.prefill_limit
+        self.scheduler = Scheduler(config.schedule, self.kv, self.counters, prefill_limit=prefill_limit)
+        if num_host_blocks:
+            self.kv.resize_swap_space(num_host_blocks, ())
+            self.scheduler.swap_rule.block_s = self.kv.swap_space.measure_copies(self.kv.tensors, self.kv.pool, backend.download)
+        self._inform_swap_rule()
+        self._meter = EngineMeter(self.model_config, backend, self.passes, self.kv, self.scheduler, self._profiler, self._log)
+
+    def _load(self, model: Checkpoint | Model, draft: DraftSpec) -> Drafter:
+        """Load the target, if it is not yet, and return the drafter, whose options are checked before."""
+        config = self.config
         is_drafting = config.speculation.speculation != "off"
         self.model_config = model.config
         self.dtype = run_dtype(config.model.dtype, model, self.backend) if isinstance(model, Checkpoint) else model.dtype
         self.max_model_len = _max_model_len(config.model, self.model_config)
-        self.passes = PassCounts()
-        self._tokenizer = tokenizer
-        max_blocks = -(-self.max_model_len // block_size)
-        num_drafts = config.speculation.max_draft_tokens if is_drafting else 0
-        self._pass_limits = PassLimits(max_batch_size, 1 + num_drafts, max_blocks, config.schedule.max_num_batched_tokens)
+        self._pass_limits = PassLimits(
+            num_requests=config.schedule.max_batch_size,
+            query_len=1 + (config.speculation.max_draft_tokens if is_drafting else 0),
+            num_blocks=-(-self.max_model_len // config.memory.block_size),
+            num_tokens=config.schedule.max_num_batched_tokens,
+        )
         make_drafter = self._open_drafter(draft if is_drafting else None)  # may refuse the draft
         if isinstance(model, Checkpoint):
             model = load_model(model, dtype=self.dtype, backend=self.backend, max_positions=self.max_model_len)
-        self._target = target = model
-        drafter = make_drafter()
-        kv_layout = target.kv_layout.stored_as(config.memory.kv_cache_dtype)
-        layouts = [kv_layout, *([] if drafter.kv is None else [drafter.kv])]
-        num_blocks = num_kv_blocks(
-            config.memory,
+        self._target = model
+        return make_drafter()
+
+    def _num_kv_blocks(self, layouts: Sequence[KVLayout]) -> int:
+        """Return the number of blocks of caches of these layouts: as given, or what fits beside the largest pass."""
+        limits = self._pass_limits
+
+        def run() -> None:
+            run_largest_pass(self.backend, self._target, self.config, limits, self.max_model_len)
+
+        return num_kv_blocks(
+            self.config.memory,
             layouts,
-            max_batch_size * max_blocks,
-            lambda: self.backend.memory_for_kv(
-                lambda: run_largest_pass(self.backend, target, config, self._pass_limits, self.max_model_len)
-            ),
-            self.backend.free_memory,
+            num_useful=limits.num_requests * limits.num_blocks,
+            measure=lambda: self.backend.memory_for_kv(run),
+            free_memory=self.backend.free_memory,
         )
-        free_memory = host_memory().available
-        if self.backend.is_host:
-            free_memory -= num_blocks * block_bytes(block_size, layouts)
-        num_swapped = num_swap_blocks(config.schedule.swap_space, layouts, block_size, free_memory)
-        self.kv = KVCache(num_blocks, block_size, config.memory.enable_prefix_caching, self.backend.cache)
-        target_kv = KVTensor(kv_layout, num_blocks, block_size, self.backend.device)
-        self.kv.attach("target", target_kv)
-        self.runner = self._prepare_target(target_kv)
-        vocab_size = self.model_config.vocab_size
-        _warm_up(config, [*self.runner.warm_up((), vocab_size), *self.backend.warm_up(vocab_size, self.dtype)])
-        self.counters = EngineCounters()
-        self.observers: list[StepObserver] = []
-        self._log = StepLog()
-        self._profiler = Profiler(self.backend, self.kv, config.schedule, self.max_model_len)
-        self._use_drafter(drafter, ())
-        self._pace = self._make_pace()
-        self._timer = PassTimer(self.backend, runs_ahead=self._pace is None and not self.backend.is_host)
-        prefill_limit = None if self._pace is None else self._pace.prefill_limit
-        self.scheduler = Scheduler(config.schedule, self.kv, self.counters, prefill_limit=prefill_limit)
-        if num_swapped:
-            self.kv.resize_swap_space(num_swapped, ())
-            block_s = self.kv.swap_space.measure_copies(self.kv.tensors, self.kv.pool, self.backend.download)
-            self.scheduler.swap_rule.block_s = block_s
-        self._inform_swap_rule()
 
     @property
     def limits(self) -> RequestLimits:
@@ -179,7 +192,7 @@ class Engine:
                 adaptive.decide(plan)
             changed = self._run(plan, watch)
         watch.times.prepare += watch.lap()
-        self._log.note(watch.last, watch.times, self.counters, plan.shortage)
+        self._log.note(watch.last, watch.times, plan.shortage)
         return [*expired, *changed]
 
     def _run(self, plan: StepPlan, watch: Stopwatch, *, is_part: bool = False) -> list[Request]:
@@ -375,60 +388,7 @@ class Engine:
 
     def metrics(self) -> EngineMetrics:
         """Return a snapshot of the engine's totals and state."""
-        counters, scheduler, pool = self.counters, self.scheduler, self.kv.pool
-        mean_draft_tokens = ratio(sum(counters.proposed_per_depth), counters.num_sequence_steps)
-        swap_space = self.kv.swap_space
-        target_cost = self._profiler.target
-        covered = [request for request in scheduler.running if request.params.may_draft and "draft" in self.kv.tensors]
-        num_committed = sum(request.num_computed_tokens for request in covered)
-        num_drafted = sum(min(request.num_drafted_context, request.num_computed_tokens) for request in covered)
-        return EngineMetrics(
-            model_impl=how_it_runs(self.model_config),
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            num_finished_requests=counters.num_finished_requests,
-            num_steps=counters.num_steps,
-            num_emitted_tokens=counters.num_emitted_tokens,
-            mean_batch_size=ratio(counters.num_sequence_steps, counters.num_steps),
-            mean_acceptance_length=ratio(counters.num_emitted_tokens, counters.num_sequence_steps),
-            proposed_per_depth=list(counters.proposed_per_depth),
-            accepted_per_depth=list(counters.accepted_per_depth),
-            acceptance_rate=ratio(sum(counters.accepted_per_depth), sum(counters.proposed_per_depth)),
-            num_preemptions=counters.num_preemptions,
-            num_swapped=sum(request.is_swapped for request in scheduler.waiting),
-            num_swapped_out=counters.num_swapped_out,
-            num_swapped_in=counters.num_swapped_in,
-            prefix_cache_hit_rate=ratio(counters.num_cached_tokens, counters.num_admitted_tokens),
-            num_admitted_tokens=counters.num_admitted_tokens,
-            num_cached_tokens=counters.num_cached_tokens,
-            num_swap_cached_tokens=swap_space.num_hits * self.kv.block_size,
-            num_evicted_blocks=pool.num_evicted,
-            kv_usage=1 - pool.num_free / pool.num_blocks,
-            num_kv_blocks=pool.num_blocks,
-            kv_cache=_tier(pool, self.kv.bytes_per_block),
-            swap_space=_tier(swap_space.pool, self.kv.bytes_per_block),
-            users=scheduler.service.users(scheduler.in_flight),
-            queue_s=Percentiles.of(scheduler.service.queue_s),
-            utilization=self.backend.utilization(),
-            recent=self._log.metrics(time.perf_counter(), None if target_cost is None else target_cost.predict),
-            draft_coverage=ratio(num_drafted, num_committed) if covered else None,
-            draft=self.drafter.name,
-            current_draft=self._draft_metrics(),
-            num_draft_failures=self.drafting.num_failures,
-            draft_vocabulary=self.drafting.shared_vocabulary,
-            draft_weight_bits=self.drafting.weight_bits,
-            graph_hit_rate=self.passes.hit_rate,
-            speculation=None if self.adaptive is None else self.adaptive.metrics(mean_draft_tokens),
-        )
-
-    def _draft_metrics(self) -> DraftMetrics:
-        now, before = self.counters, self._counters_before_draft
-        num_steps = now.num_sequence_steps - before.num_sequence_steps
-        return DraftMetrics(
-            num_proposed_tokens=sum(now.proposed_per_depth) - sum(before.proposed_per_depth),
-            num_accepted_tokens=sum(now.accepted_per_depth) - sum(before.accepted_per_depth),
-            mean_acceptance_length=ratio(now.num_emitted_tokens - before.num_emitted_tokens, num_steps),
-        )
+        return self._meter.read(time.perf_counter(), self.drafting, self.adaptive)
 
     def draft_context(self) -> DraftContext:
         """Return what a drafter for this engine is told of it."""
@@ -481,16 +441,14 @@ class Engine:
         else:
             self.kv.attach("draft", kv)
         self.drafting, self.adaptive, self._max_draft_tokens = drafting, adaptive, max_draft_tokens
-        self._counters_before_draft = deepcopy(self.counters)
+        self._log.start_draft()
 
     def _make_adaptive(self, drafting: Drafting, max_draft_tokens: int) -> AdaptiveSpeculation | None:
         options = self.config.speculation
         if options.speculation != "adaptive" or not max_draft_tokens:
             return None
-        try:
-            costs = self._profiler.measure(self.runner, drafting.drafter, max_draft_tokens)
-        except RuntimeError as error:
-            warnings.warn(f"passes could not be measured, so speculation='fixed' is used: {error}", stacklevel=2)
+        costs = self._measure(drafting.drafter, max_draft_tokens, otherwise="speculation='fixed' is used")
+        if costs is None:
             return None
         return AdaptiveSpeculation(Controller(costs), drafting, max_draft_tokens, options.speculation_target == "latency")
 
@@ -498,12 +456,18 @@ class Engine:
         max_step_s = self.config.schedule.max_inter_token_s
         if max_step_s is None:
             return None
+        if self._profiler.target is None:
+            self._measure(NoDrafter(), self._max_draft_tokens, otherwise="max_inter_token_s bounds nothing")
+        target = self._profiler.target
+        return None if target is None else Pace(deepcopy(target), max_step_s)
+
+    def _measure(self, drafter: Drafter, max_draft_tokens: int, *, otherwise: str) -> Costs | None:
+        """Measure the passes of the models; where memory is too short for it, warn of what happens otherwise."""
         try:
-            target = self._profiler.target or self._profiler.measure(self.runner, NoDrafter(), self._max_draft_tokens).target
+            return self._profiler.measure(self.runner, drafter, max_draft_tokens)
         except RuntimeError as error:
-            warnings.warn(f"passes could not be measured, so max_inter_token_s bounds nothing: {error}", stacklevel=2)
+            warnings.warn(f"passes could not be measured, so {otherwise}: {error}", stacklevel=3)
             return None
-        return Pace(deepcopy(target), max_step_s)
 
     def _prepare_target(self, kv: KVTensor) -> Runner:
         return self.backend.prepare(self._target, kv, self._pass_limits, self.passes)
@@ -530,11 +494,6 @@ def _warm_up(config: EngineConfig, passes: Sequence[WarmUp]) -> None:
             f"{schedule.max_num_batched_tokens} tokens need more memory than the KV cache leaves: lower these, or give the cache "
             f"less by memory_utilization, kv_cache_memory or num_kv_blocks"
         ) from error
-
-
-def _tier(pool: BlockPool, bytes_per_block: int) -> TierMetrics:
-    num_used = pool.num_blocks - pool.num_free
-    return TierMetrics(pool.num_blocks, num_used, pool.num_blocks * bytes_per_block, num_used * bytes_per_block)
 
 
 def _max_model_len(options: ModelOptions, model_config: ModelConfig) -> int:

@@ -1,32 +1,33 @@
-"""The last steps of an engine."""
+"""The log of an engine's steps: the last ones, and totals since the current draft came."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from operator import sub
 from typing import NamedTuple
 
-from titan.core.metrics import EngineCounters, Percentiles, RecentMetrics, Shortages, StepSplit, ratio
+from titan.core.metrics import DraftMetrics, EngineCounters, Percentiles, RecentMetrics, Shortages, StepSplit, ratio
 from titan.core.step import Shortage
 from titan.core.step_times import StepTimes
 
 MAX_STEPS = 1024
-"""Steps that are remembered."""
+"""Number of the last steps that are remembered."""
 
 RATE_S = 10.0
-"""Seconds over which tokens per second are counted, as far as their steps are remembered."""
+"""Seconds over which tokens per second are counted, or fewer if the remembered steps do not go back that far."""
 
 
 class StepRecord(NamedTuple):
-    """What a step did."""
+    """A remembered step."""
 
     end: float  # seconds, on the engine's clock
     times: StepTimes
     num_sequences: int  # requests that emitted tokens
     num_emitted_tokens: int
-    num_rows: int  # of the target's pass, drafts included
-    num_context_tokens: int  # before them
+    num_rows: int  # tokens that the target's pass computed, drafts included
+    num_context_tokens: int  # tokens before these
     shortage: Shortage | None
 
     @property
@@ -36,32 +37,51 @@ class StepRecord(NamedTuple):
 
 
 class StepLog:
-    """Remembers steps, and sums them up when asked: noting one is all that a step pays for."""
+    """Remembers steps, and sums them up only when asked, so that steps stay cheap.
 
-    def __init__(self) -> None:
+    Args:
+        counters: the engine's, which go up in each step.
+    """
+
+    def __init__(self, counters: EngineCounters) -> None:
+        self.counters = counters
         self._records: deque[StepRecord] = deque(maxlen=MAX_STEPS)
         self._totals = 0, 0, 0, 0
+        self.start_draft()
 
-    def note(self, end: float, times: StepTimes, counters: EngineCounters, shortage: Shortage | None) -> None:
-        """Add a step.
+    def start_draft(self) -> None:
+        """Count for a new draft from here on."""
+        self._before_draft = deepcopy(self.counters)
+
+    def note(self, end: float, times: StepTimes, shortage: Shortage | None) -> None:
+        """Add the step that the counters have just counted.
 
         Args:
-            end: of the step, seconds.
-            times: of its parts.
-            counters: after it.
+            end: seconds, on the engine's clock.
+            times: seconds of the step's parts.
             shortage: of its plan.
         """
-        before = self._totals
-        self._totals = counters.num_sequence_steps, counters.num_emitted_tokens, counters.num_rows, counters.num_context_tokens
+        before, now = self._totals, self.counters
+        self._totals = now.num_sequence_steps, now.num_emitted_tokens, now.num_rows, now.num_context_tokens
         num_sequences, num_emitted, num_rows, num_context = map(sub, self._totals, before)
         self._records.append(StepRecord(end, times, num_sequences, num_emitted, num_rows, num_context, shortage))
 
-    def metrics(self, now: float, pass_s: Callable[[float, float], float] | None) -> RecentMetrics:
+    def draft_metrics(self) -> DraftMetrics:
+        """Sum up the steps since the current draft came."""
+        now, before = self.counters, self._before_draft
+        num_steps = now.num_sequence_steps - before.num_sequence_steps
+        return DraftMetrics(
+            num_proposed_tokens=sum(now.proposed_per_depth) - sum(before.proposed_per_depth),
+            num_accepted_tokens=sum(now.accepted_per_depth) - sum(before.accepted_per_depth),
+            mean_acceptance_length=ratio(now.num_emitted_tokens - before.num_emitted_tokens, num_steps),
+        )
+
+    def recent_metrics(self, now: float, pass_s: Callable[[float, float], float] | None) -> RecentMetrics:
         """Sum up the remembered steps.
 
         Args:
-            now: seconds, on the clock of the steps.
-            pass_s: seconds of a pass of the target by rows and tokens of context; ``None`` = not measured.
+            now: seconds, on the engine's clock.
+            pass_s: returns the seconds of a target's pass, by its rows and the tokens of context; ``None``: not measured.
         """
         records, num_steps = self._records, len(self._records)
         whole_s = sum([each.times.whole for each in records])
