@@ -57,11 +57,11 @@ class _Passed(NamedTuple):
 
     acceptance: Acceptance
     growth: GrowthReport | None
-    report: ReviewReport  # of the plan's reviews; of none where they failed
+    report: ReviewReport  # reviews of `plan.reviews`; empty if reviewing failed
 
 
 StepObserver = Callable[[StepPlan, Acceptance], None]
-"""Called after a step's verification, while the requests' last tokens are still their roots; must not change anything."""
+"""Called with each verified plan before it is committed; must not change anything."""
 
 
 class Engine:
@@ -135,7 +135,7 @@ class Engine:
         self._meter = EngineMeter(self.model_config, backend, self.passes, self.kv, self.scheduler, self._profiler, self._log)
 
     def _load(self, model: Checkpoint | Model, draft: DraftSpec) -> Drafter:
-        """Load the target, if it is not yet, and return the drafter, whose options are checked before."""
+        """Check the drafter's options, load the target and return the drafter."""
         config = self.config
         is_drafting = config.speculation.speculation != "off"
         self.model_config = model.config
@@ -154,7 +154,7 @@ class Engine:
         return make_drafter()
 
     def _num_kv_blocks(self, layouts: Sequence[KVLayout]) -> int:
-        """Return the number of blocks of caches of these layouts: as given, or what fits beside the largest pass."""
+        """Return the number of KV blocks: as given in the options, or what fits beside the largest pass."""
         limits = self._pass_limits
 
         def run() -> None:
@@ -196,12 +196,12 @@ class Engine:
         return [*expired, *changed]
 
     def _run(self, plan: StepPlan, watch: Stopwatch, *, is_part: bool = False) -> list[Request]:
-        """Run a plan; where its passes take more memory than there is, in parts: a request ends only if not even one token fits.
+        """Run a plan, or smaller parts of it if memory runs out; a request fails only if not even one of its tokens fits.
 
         Args:
-            plan: may have been decided on by adaptive speculation.
+            plan: of the step, with all decisions on drafts.
             watch: of the step.
-            is_part: whether it is a part, of which adaptive speculation learns nothing.
+            is_part: whether ``plan`` is such a part; estimates do not learn from parts.
         """
         try:
             passed = self._pass(plan, watch)
@@ -211,16 +211,16 @@ class Engine:
             reason = str(error).partition("\n")[0]
         else:
             return self._commit(plan, passed, watch, is_part)
-        if parts := plan.split():  # outside the handler, which holds the tensors of the pass that failed
+        if parts := plan.split():  # outside the except block, which keeps the tensors of the failed pass alive
             return [request for part in parts for request in self._run(part, watch, is_part=True)]
         self.scheduler.fail(plan.requests[0], f"out of memory in a pass of one token: {reason}")
         return plan.requests
 
     def _pass(self, plan: StepPlan, watch: Stopwatch) -> _Passed:
-        """Draft, run the target and verify; until the commit, this may be done again with fewer rows."""
+        """Draft, run the target and verify; before the commit, this can be repeated with fewer rows."""
         timer = self._timer
         self.kv.clear_new_blocks()
-        watch.times.prepare += watch.lap()  # most steps reserve no new block
+        watch.times.prepare += watch.lap()  # timed as `prepare`: most steps reserve no new block
         timer.start(plan, watch)
         trees, report = self.drafting.propose(plan), self.drafting.review(plan)
         timer.mark()
@@ -251,7 +251,7 @@ class Engine:
             return changed
         if adaptive is not None:
             adaptive.observe(plan, acceptance, growth, report, times)
-        if self._pace is not None and not plan.reviews:  # what such a step takes says little of others
+        if self._pace is not None and not plan.reviews:  # steps that review are not typical
             num_emitting = sum(map(bool, acceptance.token_ids))
             self._pace.note(plan, num_emitting, acceptance.trees.num_nodes, times.recurring, times.target)
         return changed
@@ -259,9 +259,9 @@ class Engine:
     def swap_draft(self, draft: DraftSpec) -> None:
         """Replace the drafter between steps; requests in flight continue, and the new draft catches up with them.
 
-        The KV cache keeps its number of blocks, the swap space its bytes, and it starts empty. Where the host has no memory for it
-        any more, a warning says that there is none. With adaptive speculation, models whose passes were not measured before are
-        measured first, in about two seconds; that takes no block from requests in flight.
+        The KV cache keeps its number of blocks. The swap space loses its content and keeps its size in bytes; if the host has no
+        memory for it any more, a warning says that there is none. With adaptive speculation, models whose passes were not measured
+        before are measured first, in about two seconds; that takes no block from requests in flight.
 
         Raises:
             ValueError: as in the constructor, or there is too little memory for the draft's KV; the current drafter then stays.
@@ -275,7 +275,7 @@ class Engine:
             try:
                 self._use_drafter(drafter, self.scheduler.in_flight)
             except BaseException:
-                if drafter is self.drafter:  # one that was given again
+                if drafter is self.drafter:  # given again, and attached to another cache by now
                     self._return_cache()
                 raise
             else:
@@ -286,7 +286,7 @@ class Engine:
                 self._refit_swap_space()
 
     def _refit_swap_space(self) -> None:
-        """Give the swap space as many blocks as its bytes have room for."""
+        """Resize the swap space to as many blocks as its bytes hold; without memory for them, warn and do without."""
         num_blocks = self.config.schedule.swap_space // self.kv.bytes_per_block
         try:
             self.kv.resize_swap_space(num_blocks, self.scheduler.in_flight)
@@ -297,7 +297,7 @@ class Engine:
             warnings.warn(message, RuntimeWarning, stacklevel=3)
 
     def _check_room(self, drafter: Drafter) -> None:
-        """Check that there is memory for a drafter's KV beside what is in use, and that a block with it fits the swap space."""
+        """Check that the free memory holds a drafter's KV, and the swap space at least one block with it."""
         block_size, swap_space = self.kv.block_size, self.config.schedule.swap_space
         own = [] if drafter.kv is None else [drafter.kv]
         needed, free_memory = self.kv.num_blocks * block_bytes(block_size, own), self._free_memory()
@@ -309,7 +309,7 @@ class Engine:
         num_swap_blocks(swap_space, [self.kv.tensors["target"].layout, *own], block_size, swap_space)
 
     def compact_kv_cache(self) -> int:
-        """Move all KV blocks with content to the front, those of a request in a row; return how many moved.
+        """Move all KV blocks with content to the front, each request's in a row; return the number of moved blocks.
 
         Raises:
             Exception: as `KVCache.compact`.
@@ -344,7 +344,7 @@ class Engine:
                 raise
 
     def _return_cache(self) -> None:
-        """Attach the cache that stays to the drafter again; one that does not take it might write past its end, and is let go."""
+        """Attach the present cache to the drafter again; drop a drafter that refuses, since it might write past the cache's end."""
         try:
             if "draft" in self.kv.tensors:
                 self.drafting.attach(self.kv.tensors["draft"])
@@ -359,12 +359,12 @@ class Engine:
     def end_all(self, error: str) -> None:
         """End all requests in flight with an error, and empty the KV cache and the swap space.
 
-        So that the engine is in order after a step, or a change between two steps, that an exception or an interrupt has ended
-        anywhere. If this is interrupted itself, it must be called again.
+        This puts the engine in order after an exception or an interrupt anywhere in a step, or in a change between two steps. If
+        this is interrupted itself, it must be called again.
         """
         self.kv.lose_content(self.scheduler.in_flight)
         self.scheduler.end_all(error)
-        if self.backend.is_host:  # else the caches have been the same since the start; these may just have been resized
+        if self.backend.is_host:  # where caches can be resized, which may have been interrupted
             with self.backend.active():
                 self.runner = self._prepare_target(self.kv.tensors["target"])
                 self._return_cache()
@@ -382,7 +382,7 @@ class Engine:
             raise ValueError(f"num_blocks={num_blocks} takes more than the free memory: at most {num_allowed} are allowed")
 
     def _free_memory(self) -> int:
-        """Return the bytes that can be allocated; what blocks of the caches will take when they are first written is not free."""
+        """Return the bytes that can be allocated, less those that untouched blocks of the caches take once they are written."""
         num_untouched = self.kv.num_blocks - self.kv.pool.num_touched
         return max(0, self.backend.free_memory() - num_untouched * self.kv.bytes_per_block)
 
@@ -391,11 +391,11 @@ class Engine:
         return self._meter.read(time.perf_counter(), self.drafting, self.adaptive)
 
     def draft_context(self) -> DraftContext:
-        """Return what a drafter for this engine is told of it."""
+        """Return the properties of this engine that drafters depend on."""
         config, backend, limits, passes = self.config, self.backend, self._pass_limits, self.passes
 
         def prepare(model: Model, kv: KVTensor, specs: Sequence[GrowthSpec], num_proposable: int) -> Runner:
-            # without the engine, which would be in a reference cycle, and keep its memory until the collector runs
+            # does not refer to the engine: in a reference cycle, it would keep its memory until the garbage collector runs
             runner = backend.prepare(model, kv, limits, passes)
             _warm_up(config, runner.warm_up(specs, num_proposable))
             return runner
@@ -422,9 +422,9 @@ class Engine:
         return open_drafter(draft, self.draft_context())
 
     def _use_drafter(self, drafter: Drafter, requests: Sequence[Request]) -> None:
-        """Propose with a drafter from now on, for these requests in flight; there is no swap space then.
+        """Replace the drafter; these requests in flight lose their draft KV, and the swap space is dropped.
 
-        Whatever raises, the current drafter stays.
+        If anything raises, the current drafter stays.
         """
         kv: KVTensor | None = None
         if isinstance(drafter, CachingDrafter) and drafter.kv is not None:
@@ -462,7 +462,7 @@ class Engine:
         return None if target is None else Pace(deepcopy(target), max_step_s)
 
     def _measure(self, drafter: Drafter, max_draft_tokens: int, *, otherwise: str) -> Costs | None:
-        """Measure the passes of the models; where memory is too short for it, warn of what happens otherwise."""
+        """Measure the passes of the models; if that fails, warn and return ``None``."""
         try:
             return self._profiler.measure(self.runner, drafter, max_draft_tokens)
         except RuntimeError as error:
@@ -473,9 +473,9 @@ class Engine:
         return self.backend.prepare(self._target, kv, self._pass_limits, self.passes)
 
     def _inform_swap_rule(self) -> None:
-        """Tell what becomes of preempted requests from what the target's passes take, once they have been measured."""
+        """Give the swap rule the costs of the target's passes, if they have been measured."""
         if self._profiler.target is not None:
-            self.scheduler.swap_rule.pass_s = self._profiler.target.predict  # of the first time, but followed
+            self.scheduler.swap_rule.pass_s = self._profiler.target.predict  # adaptive speculation keeps these up to date
 
 
 def _warm_up(config: EngineConfig, passes: Sequence[WarmUp]) -> None:
