@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 from titan.core.growth import GrowthSpec
 from titan.core.kv_tensor import KVLayout, KVTensor
@@ -20,12 +20,11 @@ from titan.core.trees import EMPTY_TREE, DraftTree, DraftTrees
 from titan.kernels.interfaces import Backend, Model, Runner
 
 
-@runtime_checkable
 class Drafter(Protocol):
     """Proposes draft tokens for all requests of a step at once.
 
     ``name`` is for display; ``max_draft_tokens`` is the maximum number of nodes per request; ``kv`` is the layout of its KV cache,
-    which the requests' block tables index, or ``None``. A drafter with a cache is a `CachingDrafter`.
+    which is indexed by the requests' block tables, or ``None``. A drafter with KV must be a `CachingDrafter`.
     """
 
     @property
@@ -40,10 +39,10 @@ class Drafter(Protocol):
     def propose(self, plan: StepPlan) -> Sequence[DraftTree] | DraftTrees:
         """Return one tree per row of the plan, of at most ``plan.draft_budgets[i]`` nodes; empty trees are allowed.
 
-        Either one `DraftTree` each, or all of them as `DraftTrees`, which may stay on the device that they were grown on. Tokens
-        may be sampled only for requests that sample, and q must be above 0 at each of them: otherwise a `DraftTree` is refused;
-        `DraftTrees` are not checked for this, and the output would no longer follow the target's distribution. `commit` gets the
-        trees without q.
+        The result is a list of `DraftTree`, or all trees as `DraftTrees`, which may stay on the device that they were grown on.
+        Tokens may be sampled only for requests that sample, and q must be above 0 at each of them. This is checked for a
+        `DraftTree`, but not for `DraftTrees`: if it is violated there, the output does not follow the target's distribution.
+        `commit` gets the trees without q.
         """
         ...
 
@@ -52,30 +51,33 @@ class Drafter(Protocol):
         ...
 
 
-@runtime_checkable
 class CachingDrafter(Drafter, Protocol):
-    """A drafter with its own KV cache, whose bytes count when the block pool is sized; one engine at a time may use it."""
+    """A drafter with its own KV cache, whose bytes count when the block pool is sized; only one engine at a time may use it."""
+
+    @property
+    def kv(self) -> KVLayout: ...
 
     def attach(self, kv: KVTensor) -> None:
-        """Attach the cache, which has the layout ``kv``; called before the first step, and again when the cache is resized.
+        """Take a cache of the drafter's layout; called before the first step, and again when the cache is resized.
 
-        The content of the blocks in use, whose ids may have changed between two steps, is in the new cache by the next one. After a
-        step that failed or was interrupted, it may be called with the same cache, of which no block is in use then.
+        Block ids may change when it is resized; by the next step, the new cache holds the content of all blocks in use. After a
+        step that failed or was interrupted, the same cache may be attached again; no block is in use then.
         """
         ...
 
     def lookahead(self, request: Request, budget: int) -> int:
-        """Return how many slots after the root it would like to write for this many nodes; ``plan.num_slots`` are reserved."""
+        """Return how many slots after the root it needs to draft ``budget`` nodes best; ``plan.num_slots`` is what it gets."""
         ...
 
 
-@runtime_checkable
 class ModelDrafter(Drafter, Protocol):
-    """A drafter whose proposals take passes of a model, which cost time.
+    """A drafter that runs a model, whose passes take time.
 
-    It can tell what it would have proposed, so that requests need not draft to show whether that would pay. One that proposes
-    something else in `propose` than its base class must say so in `review` as well. One that lacks any of these members counts as
-    a drafter without a model, whose proposals cost no passes.
+    `review` says what it would have proposed for tokens that were emitted without it, so that the engine learns whether drafting
+    would pay while it drafts nothing. A subclass that overrides `propose` must override `review` accordingly.
+
+    A drafter that lacks some of these members counts as one without a model, which costs no passes; one that has `model` and
+    `runner` must have all.
     """
 
     @property
@@ -83,7 +85,7 @@ class ModelDrafter(Drafter, Protocol):
 
     @property
     def runner(self) -> Runner:
-        """The model with its cache; once that is attached."""
+        """Runs the model with its cache; it may be missing until the cache is attached."""
         ...
 
     @property
@@ -93,50 +95,68 @@ class ModelDrafter(Drafter, Protocol):
 
     @property
     def shared_vocabulary(self) -> float | None:
-        """Share of the target's tokens that the model can propose; ``None``: nobody compared them."""
+        """Share of the target's tokens that the model can propose; ``None``: unknown."""
         ...
 
     def stops_early(self, request: Request) -> bool:
-        """Whether the tree of a request would end where ``plan.worths`` say so, by how sure the model is of its tokens."""
+        """Whether a request's trees end where, by the model's own confidence, more nodes do not pay (``plan.worths``)."""
         ...
 
     def num_reviewable(self, request: Request) -> int | None:
-        """Return of how many tokens a review would tell, once the drafter is fed all that it lacks.
+        """Return how many emitted tokens a review of the request would judge, if all that the drafter lacks is fed.
 
-        ``None``: there is no review of it as it drafts now, such as if its drafts are sampled.
+        ``None``: the request cannot be reviewed, for instance because its drafts are sampled.
         """
         ...
 
     def review(self, requests: Sequence[Request]) -> ReviewReport:
-        """Review requests, each of them before its next token is known; the drafter may write KV of its committed tokens.
+        """Say what would have been proposed for the last emitted tokens of requests; may write KV of committed tokens.
 
-        Of one that lacks more than fits into a pass, a part may be fed, and nothing told.
+        If a request lacks more tokens than fit into a pass, only some of them are fed, and its review may be empty.
         """
         ...
 
 
-class Review(NamedTuple):
-    """What a drafter says of tokens that a request emitted without it, the oldest first; both may be empty."""
+def missing_members(value: object, protocol: type) -> list[str]:
+    """Return the names of the members of a protocol that an object lacks.
 
-    is_right: Sequence[bool]  # of each: whether it would have been the first child of a root
-    logprobs: Sequence[float] | None  # of those first children, at the temperature of its trees; None: the draft counts as sure
+    Unlike `isinstance` from Python 3.12 on, this finds members that come from `__getattr__`, as those of a wrapper do.
+    """
+    return [name for name in dir(protocol) if not name.startswith("_") and not hasattr(value, name)]
+
+
+def has_cache(drafter: object) -> TypeGuard[CachingDrafter]:
+    """Whether a drafter has a KV cache, and the members that it takes."""
+    return getattr(drafter, "kv", None) is not None and not missing_members(drafter, CachingDrafter)
+
+
+def runs_model(drafter: object) -> TypeGuard[ModelDrafter]:
+    """Whether a drafter runs a model; one with a cache may have its runner only once that is attached."""
+    return not missing_members(drafter, ModelDrafter)
+
+
+class Review(NamedTuple):
+    """A drafter's judgement of tokens that a request emitted without it, the oldest first; both fields may be empty."""
+
+    is_right: Sequence[bool]  # per token: whether the drafter would have proposed it as the first child of a root
+    logprobs: Sequence[float] | None  # log-probabilities of these first children at the trees' temperature; None: counted as 0
 
 
 class ReviewReport(NamedTuple):
-    """Reviews of some requests, and what they took."""
+    """Reviews of some requests, and the cost of their pass."""
 
     reviews: Sequence[Review]  # one per request
-    num_rows: int = 0  # of the draft's pass
-    seconds: float = 0.0  # of that pass; 0: nobody knows
+    num_rows: int = 0  # tokens of the draft's pass
+    seconds: float = 0.0  # duration of that pass; 0: unknown
 
     def check(self, num_requests: int) -> None:
-        """Check that it is what a drafter may report.
+        """Check what a drafter reported.
 
         Raises:
-            ValueError: it is not of these requests, or has log-probabilities that are none, or not one per token.
+            ValueError: there is not one review per request, or not one valid log-probability per token.
         """
         if len(self.reviews) != num_requests:
-            raise ValueError(f"{len(self.reviews)} reviews are reported of {num_requests} requests: one each is allowed")
+            raise ValueError(f"{len(self.reviews)} reviews of {num_requests} requests were reported: allowed is one each")
         for is_right, logprobs in self.reviews:
             if logprobs is not None and not (len(logprobs) == len(is_right) and all(-inf < each <= 0 for each in logprobs)):
                 raise ValueError(
@@ -146,21 +166,21 @@ class ReviewReport(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DraftContext:
-    """What a drafter may need to know about its engine.
+    """An engine's options and parts, as a drafter may need them.
 
-    ``prepare`` returns a runner of a model with its KV that is ready to grow trees as large as these, one of each kind, of tokens
-    below the last argument.
+    ``prepare(model, kv, specs, num_proposable)`` returns a runner that is ready to grow trees up to the size of ``specs``, one of
+    each kind, with token ids below ``num_proposable``.
     """
 
     target_vocab_size: int
     max_draft_tokens: int
     draft_tree: str | Sequence[int]
     draft_sampling: str
-    is_adaptive: bool  # whether plans have worths
+    is_adaptive: bool  # whether plans may have worths
     max_num_batched_tokens: int
-    max_model_len: int  # tokens of a request
-    dtype: str  # of a draft model; "auto" = its checkpoint's
-    kv_cache_dtype: str  # of a draft model; "auto" = its own dtype
+    max_model_len: int  # most tokens of a request
+    dtype: str  # dtype of a draft model; "auto" = its checkpoint's
+    kv_cache_dtype: str  # dtype of its KV; "auto" = its own dtype
     backend: Backend
     model_options: ModelOptions  # how a draft model is opened
     prepare: Callable[[Any, KVTensor, Sequence[GrowthSpec], int], Runner]

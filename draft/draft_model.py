@@ -1,9 +1,9 @@
 """The draft model: an ordinary causal language model with its own weights and KV, drafting for all requests together.
 
-The first pass of a step feeds, for each request, the committed tokens that the draft cache lacks (`num_drafted_context` says
-how many it has: 1 or 2 are missing after a normal step, a chunk in prefill, everything after a swap or a pause). How the tree
-grows after them is a spec of the policy, which the runner executes. In a review, the same pass says what the draft would have
-proposed after each of these tokens: what was emitted since is known.
+The first pass of a step feeds, for each request, the committed tokens that the draft cache lacks: 1 or 2 after a normal step, a
+chunk in prefill, everything after a swap or a pause (`num_drafted_context` counts those it has). The policy specifies how trees
+grow from there, and the runner grows them. A review is that first pass alone: its logits tell what the draft would have proposed
+in place of tokens that were emitted without it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from titan.draft.vocabulary import VocabularyMap
 from titan.kernels.interfaces import Model, Runner
 
 MAX_REVIEWED = 16
-"""Tokens of a request that are compared with what the draft says of them, the last ones of those that it lacked."""
+"""Most tokens of a request that a review compares with what the draft would have proposed: the last of those that it lacked."""
 
 
 class DraftModelDrafter:
@@ -36,12 +36,21 @@ class DraftModelDrafter:
 
     Args:
         name: for display.
-        model: same vocabulary as the target (a padded size may differ), or loaded in the order of ``vocabulary``.
+        model: has the target's vocabulary (padded sizes may differ), or was loaded in the order of ``vocabulary``.
         context: of the engine.
-        vocabulary: the map to the target's; ``None`` = it is the same, which nobody checks.
+        vocabulary: maps the draft's tokens to the target's; ``None`` = they are the same, which is not checked.
+        is_same_vocabulary: whether the caller has checked that they are.
     """
 
-    def __init__(self, name: str, model: Model, context: DraftContext, vocabulary: VocabularyMap | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        model: Model,
+        context: DraftContext,
+        vocabulary: VocabularyMap | None = None,
+        *,
+        is_same_vocabulary: bool = False,
+    ) -> None:
         self.name = name
         self.model = model
         self.kv = model.kv_layout.stored_as(context.kv_cache_dtype)
@@ -50,7 +59,7 @@ class DraftModelDrafter:
         self.vocab_size = model.config.vocab_size
         self.target_vocab_size = context.target_vocab_size
         self.vocabulary = vocabulary
-        self.shared_vocabulary = None if vocabulary is None else vocabulary.share
+        self.shared_vocabulary = vocabulary.share if vocabulary is not None else 1.0 if is_same_vocabulary else None
         self._num_proposable = context.target_vocab_size if vocabulary is None else vocabulary.num_shared
         self.max_len: int = model.config.max_position_embeddings
         self.policy = DraftPolicy(
@@ -89,25 +98,32 @@ class DraftModelDrafter:
         return len(self._reviewed(request, request.num_drafted_context, min(request.num_tokens - 1, self.max_len)))
 
     def review(self, requests: Sequence[Request]) -> ReviewReport:
-        left, fed, rows, ranges = self.max_num_batched_tokens, list[tuple[Request, int]](), list[QueryRow](), list[range]()
+        num_left = self.max_num_batched_tokens
+        ranges = list[range]()  # per request, the positions whose next tokens are reviewed
+        fed = list[tuple[Request, int]]()
+        rows = list[QueryRow]()
         for request in requests:
             start = request.num_drafted_context
-            end = min(request.num_tokens - 1, self.max_len, start + left)
+            end = min(request.num_tokens - 1, self.max_len, start + num_left)
             ranges.append(self._reviewed(request, start, end))
             if end > start:
-                left -= end - start
-                known, before = self._known(request.token_ids[start:end]), range(ranges[-1].start - start, end - start - 1)
-                rows.append(QueryRow(request.block_ids, start, known, bool(ranges[-1]), before))
+                num_left -= end - start
+                known = self._known(request.token_ids[start:end])
+                before_last = range(ranges[-1].start - start, end - start - 1)
+                rows.append(QueryRow(request.block_ids, start, known, bool(ranges[-1]), before_last))
                 fed.append((request, end - start))
         if not rows:
             return ReviewReport([Review((), None) for _ in requests])
-        batch, start_s = build_batch(rows, block_size=self._block_size), time.perf_counter()
+        batch = build_batch(rows, block_size=self._block_size)
+        start_s = time.perf_counter()
         logits = self.runner.forward(batch)
         seconds = time.perf_counter() - start_s
         for request, num_tokens in fed:  # now that their KV is written
             request.cover_draft(num_tokens)
-        proposed, logprobs = self._first_children(logits, np.repeat([*map(score_temperature, requests)], [*map(len, ranges)]))
-        reviews, first = list[Review](), 0
+        temperatures = np.repeat([*map(score_temperature, requests)], [*map(len, ranges)])
+        proposed, logprobs = self._first_children(logits, temperatures)
+        reviews = list[Review]()
+        first = 0
         for request, positions in zip(requests, ranges, strict=True):
             found = zip(positions, proposed[first:], logprobs[first:], strict=False)
             known_ones = [(request.token_ids[i + 1] == token, logprob) for i, token, logprob in found if isfinite(logprob)]
@@ -117,7 +133,7 @@ class DraftModelDrafter:
         return ReviewReport(reviews, len(batch.token_ids), seconds if self.context.backend.is_host else 0.0)
 
     def _first_children(self, logits: Tensor, temperatures: NDArray[np.float64]) -> tuple[list[int], list[float]]:
-        """Return the target's ids of the tokens that would be first children of roots, and their log-probabilities."""
+        """Return each row's most likely token, by the target's ids, and its log-probability: the first child of a root there."""
         backend = self.context.backend
         uploaded = backend.upload([temperatures.astype(np.float32)])
         token_ids, logprobs = backend.sampling.top_candidates(logits[:, : self._num_proposable], 1, *uploaded)
@@ -128,29 +144,30 @@ class DraftModelDrafter:
 
     @staticmethod
     def _reviewed(request: Request, start: int, end: int) -> range:
-        """Return which of these positions, whose tokens are fed, come before tokens that the request has emitted: the last ones."""
+        """Return the fed positions from ``start`` to ``end`` that are reviewed: the last ones whose next token was emitted."""
         return range(max(start, request.num_prompt_tokens - 1, end - MAX_REVIEWED), end)
 
     def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
-        """Do nothing: what verification says about the draft is in the requests' histories."""
+        """Do nothing: the requests' histories record what was accepted."""
 
     def _may_draft(self, request: Request) -> bool:
         """Whether a request may draft once its tokens are computed."""
         return self._budget(request, request.most_drafts(self.max_draft_tokens)) > 0
 
     def _budget(self, request: Request, budget: int) -> int:
-        """Return the draft budget of a request, lowered to what the draft's own context length leaves."""
+        """Return a request's draft budget, lowered to the room that the draft's context length leaves."""
         num_left = self.max_len - len(request.token_ids)
         return budget if budget <= num_left else max(0, num_left)
 
     def _feeds(self, plan: StepPlan) -> list[Feed]:
-        """Return the feeds of a step: the committed tokens that the draft lacks, first come, first served."""
-        left, table, is_host = self.max_num_batched_tokens, plan.block_table, self.context.backend.is_host
-        feeds = []
+        """Return the feeds of a step: the committed tokens that the draft lacks, in the order of the rows until a pass is full."""
+        num_left = self.max_num_batched_tokens
+        table, is_host = plan.block_table, self.context.backend.is_host
+        feeds = list[Feed]()
         for i, (request, num_tokens) in enumerate(zip(plan.requests, plan.num_tokens, strict=True)):
             budget, start = self._budget(request, plan.draft_budgets[i]), request.num_drafted_context
             is_wanted = budget > 0 or (plan.drafts_prompts and not plan.reaches_root(i) and self._may_draft(request))
-            end = min(request.num_computed_tokens + num_tokens, start + left)
+            end = min(request.num_computed_tokens + num_tokens, start + num_left)
             if is_wanted and end > start:
                 grows = budget > 0 and end == len(request.token_ids)
                 # a device runs prefill chunks from a graph only if no tree behind them branches
@@ -158,11 +175,11 @@ class DraftModelDrafter:
                 options = request, budget, plan.num_slots[i], plan.worths.get(i)
                 spec = self.policy.spec(*options, prefers_chain=prefers_chain) if grows else None
                 feeds.append(Feed(i, request.block_ids, start, self._known(request.token_ids[start:end]), spec, table))
-                left -= end - start
+                num_left -= end - start
         return feeds
 
     def _known(self, token_ids: list[int]) -> list[int]:
-        """Return the tokens by the draft's ids; those that only the target's embedding has, as padding, become its last id."""
+        """Convert the target's tokens to the draft's; padding beyond the draft's vocabulary becomes its last token."""
         if self.vocabulary is not None:
             return self.vocabulary.to_draft(token_ids)
         if self.vocab_size >= self.target_vocab_size:

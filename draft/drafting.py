@@ -1,4 +1,4 @@
-"""What an engine asks of its drafter, and what becomes of answers that are none: a warning, since a step needs no drafts."""
+"""Guards calls to a drafter: a failure warns and costs the drafts of a step, never a request."""
 
 from __future__ import annotations
 
@@ -13,55 +13,60 @@ from titan.core.kv_tensor import KVTensor
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import DraftTrees, TreeLimits
-from titan.draft.base import CachingDrafter, Drafter, ModelDrafter, ReviewReport
+from titan.draft.base import Drafter, ModelDrafter, ReviewReport, has_cache, missing_members, runs_model
 from titan.kernels.interfaces import Backend
 
 T = TypeVar("T")
 
 
 class Drafting:
-    """Asks a drafter what it can be asked, and checks its trees and reviews; what it raises costs drafts and no request.
+    """Calls a drafter for an engine, and checks the trees and reviews that it returns. If a call fails, a neutral answer is given.
 
     Args:
-        drafter: of any kind; one with KV has its cache, without which a draft model has no runner yet.
-        backend: whose device trees are on.
+        drafter: of any kind; if it keeps KV, its cache is attached already.
+        backend: of the engine; trees are on its device.
         vocab_size: of the target.
+
+    Raises:
+        ValueError: the drafter has a model and a runner, but not all members of `ModelDrafter`.
     """
 
     def __init__(self, drafter: Drafter, backend: Backend, vocab_size: int) -> None:
         self.drafter = drafter
-        self.num_failures = 0  # times that it was asked in vain
-        self._backend, self._vocab_size = backend, vocab_size
-        self._model = drafter if isinstance(drafter, ModelDrafter) else None
-        self._caching = drafter if isinstance(drafter, CachingDrafter) and drafter.kv is not None else None
+        _check_members(drafter)
+        self.num_failures = 0  # calls that raised, or returned what is not allowed
+        self._backend = backend
+        self._vocab_size = vocab_size
+        self._model = drafter if runs_model(drafter) else None
+        self._caching = drafter if has_cache(drafter) else None
 
     @property
     def is_fed(self) -> bool:
-        """Whether drafting takes passes of a model, over what it has missed as well."""
+        """Whether the drafter runs a model, which must also be fed the tokens that it has missed."""
         return self._model is not None
 
     @property
     def max_len(self) -> int:
-        """Maximum tokens of a request that the drafter can be fed."""
+        """Most tokens of a request that the drafter can take."""
         return sys.maxsize if self._model is None else self._model.max_len
 
     @property
     def shared_vocabulary(self) -> float | None:
-        """Share of the target's tokens that a draft model can propose; ``None``: the drafter is none, or nobody compared."""
+        """Share of the target's tokens that the draft model can propose; ``None``: unknown, or the drafter has no model."""
         return None if self._model is None else self._model.shared_vocabulary
 
     @property
     def weight_bits(self) -> int | None:
-        """Bits to which a draft model's matrices were rounded; ``None``: they were not, or the drafter is none."""
+        """Bits to which the draft model's matrices were rounded; ``None``: they were not, or the drafter has no model."""
         return None if self._model is None else self._model.model.weight_bits
 
     def attach(self, kv: KVTensor) -> None:
-        """Give a drafter with KV another cache; what it raises is raised."""
+        """Give the drafter another cache, if it keeps KV; its errors are passed on."""
         if self._caching is not None:
             self._caching.attach(kv)
 
     def lookahead(self, requests: Sequence[Request], budgets: Sequence[int]) -> Sequence[int]:
-        """Return how many slots after their roots requests would like, which is what they draft unless the drafter has KV."""
+        """Return how many slots after its root each request should get: its budget, unless a drafter with KV asks for more."""
         drafter = self._caching
         if drafter is None or not any(budgets):
             return budgets
@@ -69,7 +74,7 @@ class Drafting:
         return self._ask(lambda: [index(drafter.lookahead(*row)) if row[1] else 0 for row in rows], budgets)
 
     def propose(self, plan: StepPlan) -> DraftTrees:
-        """Return the trees of a step, one per row."""
+        """Return the trees of a step, one per row of its plan; all empty if the drafter fails."""
         nothing = DraftTrees.empty(len(plan.requests), self._backend.device)
         if plan.is_plain:
             return nothing
@@ -89,11 +94,11 @@ class Drafting:
         return self._ask(propose, nothing)
 
     def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
-        """Tell the drafter what was kept."""
+        """Tell the drafter which nodes were accepted."""
         self._ask(lambda: self.drafter.commit(plan, acceptance), None)
 
     def review(self, plan: StepPlan) -> ReviewReport:
-        """Review the rows of a plan that are to be; the report is of none if that fails."""
+        """Review the rows that a plan names; the report is empty if there are none, or the drafter fails."""
         drafter, nothing = self._model, ReviewReport(())
         if not plan.reviews or drafter is None:
             return nothing
@@ -106,12 +111,12 @@ class Drafting:
         return self._ask(review, nothing)
 
     def num_reviewable(self, request: Request) -> int | None:
-        """Return as `ModelDrafter.num_reviewable`; ``None`` also where the drafter is none."""
+        """Return what `ModelDrafter.num_reviewable` does; ``None`` also if the drafter has no model, or fails."""
         drafter = self._model
         return None if drafter is None else self._ask(lambda: drafter.num_reviewable(request), None)
 
     def stops_early(self, request: Request) -> bool:
-        """Return as `ModelDrafter.stops_early`; no if the drafter is none."""
+        """Return what `ModelDrafter.stops_early` does; false if the drafter has no model, or fails."""
         drafter = self._model
         return drafter is not None and self._ask(lambda: drafter.stops_early(request), False)
 
@@ -127,3 +132,12 @@ class Drafting:
             )
             warnings.warn(message, RuntimeWarning, stacklevel=3)
             return otherwise
+
+
+def _check_members(drafter: Drafter) -> None:
+    lacking = missing_members(drafter, ModelDrafter)
+    if lacking and "model" not in lacking and "runner" not in lacking:
+        raise ValueError(
+            f"the drafter {drafter.name!r} has a model and a runner: allowed is a ModelDrafter, of which it lacks "
+            f"{', '.join(lacking)}"
+        )

@@ -1,4 +1,4 @@
-"""Creation of drafters from a user's argument: ``None``, a registered name, a model's folder or hub id, or a drafter."""
+"""Creates drafters from a user's argument: ``None``, a registered name, a model's folder or hub id, or a drafter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from titan.core.checks import check_integer
 from titan.core.dtypes import dtype_name
-from titan.draft.base import CachingDrafter, DraftContext, Drafter, NoDrafter
+from titan.draft.base import CachingDrafter, DraftContext, Drafter, NoDrafter, missing_members
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.ngram import NgramDrafter
 from titan.draft.vocabulary import VocabularyMap
@@ -36,16 +36,13 @@ def _make_ngram(context: DraftContext) -> Drafter:
     return NgramDrafter(context.max_draft_tokens)
 
 
-_MEMBERS = [name for name in vars(Drafter) | Drafter.__annotations__ if not name.startswith("_")]
-"""Of a `Drafter`; from Python 3.12 on, `isinstance` does not find those that `__getattr__` provides."""
-
 _FACTORIES: dict[str, DrafterFactory] = {NgramDrafter.name: _make_ngram}
 OWN_NAMES = (DEMO, *_FACTORIES)
 """Names that mean the same to everybody."""
 
 
 def register(name: str, factory: DrafterFactory) -> None:
-    """Register a drafter's factory under a name that can be given wherever a draft model can; the last one of a name counts.
+    """Make a name stand for what a factory returns, wherever a draft model is given; a later factory replaces an earlier one.
 
     Raises:
         ValueError: the name is one of Titan's own.
@@ -56,18 +53,19 @@ def register(name: str, factory: DrafterFactory) -> None:
 
 
 def is_registered(name: str) -> bool:
-    """Return whether a name stands for a factory, which decides on all of its drafter, and not for a model."""
+    """Return whether a name stands for a factory; any other name is a model's."""
     return name in _FACTORIES
 
 
 def open_drafter(spec: DraftSpec, context: DraftContext) -> Callable[[], Drafter]:
-    """Return what creates the drafter that ``spec`` stands for; of a draft model, config and tokenizer are read so far, no weights.
+    """Check what ``spec`` stands for, and return a function that creates the drafter.
 
-    What is returned raises a `ValueError` if a model's weights do not fit.
+    Of a draft model, only config and tokenizer are read here; the function loads the weights, and raises a `ValueError` if they do
+    not fit.
 
     Raises:
-        ValueError: it is neither a drafter nor a model that can be run, has KV but accepts no cache, shares too little of the
-            target's vocabulary, or options ask for what it cannot do.
+        ValueError: it is neither a drafter nor a model that can be run, it has KV but lacks members of `CachingDrafter`, it shares
+            too little of the target's vocabulary, or it cannot do what the options ask for.
     """
     if spec is None:
         return NoDrafter
@@ -86,15 +84,15 @@ def open_drafter(spec: DraftSpec, context: DraftContext) -> Callable[[], Drafter
 def open_draft_model(
     spec: str, context: DraftContext, drafter_class: type[DraftModelDrafter] = DraftModelDrafter
 ) -> Callable[[], DraftModelDrafter]:
-    """Return what loads a draft model as the engine's options say, in the order of the tokens that it shares with the target.
+    """Check a draft model, and return a function that loads it as the engine's options say, with a map between vocabularies.
 
     Args:
         spec: "demo", a model's folder or hub id; also the drafter's name.
         context: of the engine.
-        drafter_class: what drafts with the model, made with the arguments of `DraftModelDrafter`.
+        drafter_class: drafts with the model; it is called with the arguments of `DraftModelDrafter`.
 
     Raises:
-        ValueError: the model cannot be run, or shares too little of the target's vocabulary; what is returned raises it if its
+        ValueError: the model cannot be run, or shares too little of the target's vocabulary; the function raises it if the
             weights do not fit.
     """
     options, trust = context.model_options, context.model_options.trust_remote_code
@@ -117,48 +115,46 @@ def open_draft_model(
                 weight_bits=weight_bits,
                 max_positions=context.max_model_len,
             )
-        drafter = drafter_class(spec, model, context, vocabulary)
-        if vocabulary is None and None not in (tokenizer, context.tokenizer):  # they were compared
-            drafter.shared_vocabulary = 1.0
-        return drafter
+        is_same = vocabulary is None and None not in (tokenizer, context.tokenizer)
+        return drafter_class(spec, model, context, vocabulary, is_same_vocabulary=is_same)
 
     return load
 
 
 def _check_drafter(drafter: Drafter, spec: object) -> None:
-    """Refuse what is no drafter, or could not use its KV; ``spec`` is the drafter itself, or the name of what made it."""
+    """Refuse an object that lacks members of a drafter; ``spec`` is the drafter itself, or the name of its factory."""
     named = f"draft_model={spec!r}" if drafter is spec else f"draft_model={spec!r}, whose factory returned {drafter!r},"
-    if isinstance(drafter, type):  # which has the methods of its instances
+    if isinstance(drafter, type):  # it has the methods of its instances
         raise ValueError(f"{named} is not a drafter: allowed is an instance, not the class")
-    if lacking := ", ".join(name for name in _MEMBERS if not hasattr(drafter, name)):
+    if lacking := ", ".join(missing_members(drafter, Drafter)):
         raise ValueError(
             f"{named} is not a drafter: allowed are None, a name, a folder, a hub id, or a Drafter, of which it lacks {lacking}"
         )
-    if drafter.kv is not None and not isinstance(drafter, CachingDrafter):
-        raise ValueError(f"{named} has kv, but is not a CachingDrafter: allowed with attach() and lookahead()")
+    if drafter.kv is not None and (lacking := ", ".join(missing_members(drafter, CachingDrafter))):
+        raise ValueError(f"{named} has kv: allowed is None, or a CachingDrafter, of which it lacks {lacking}")
 
 
 def _check_made_for(drafter: DraftModelDrafter, context: DraftContext) -> None:
-    """Refuse a draft model that goes by the vocabulary, the options and the threads or the device of another engine."""
+    """Refuse a draft model that was made for the vocabulary, the options or the back end of another engine."""
     of_engine = attrgetter("backend", "tokenizer", "target_vocab_size", "max_num_batched_tokens")
     if of_engine(drafter.context) != of_engine(context):
         raise ValueError(
-            f"draft_model={drafter!r} ({drafter.name}) was made for another LLM, whose vocabulary and options it goes by: allowed "
-            f"is a folder or hub id, or one that was made with the draft_context() of this engine"
+            f"draft_model={drafter!r} ({drafter.name}) was made for another LLM, with its vocabulary and options: allowed is "
+            f"a folder or hub id, or one that was made with the draft_context() of this engine"
         )
 
 
 def choose_weight_bits(bits: int | str | None, config: ModelConfig, dtype: torch.dtype, backend: Backend) -> int | None:
-    """Return to how many bits the matrices of a draft model are rounded; ``None`` = they stay as they are.
+    """Return the number of bits to which the matrices of a draft model are rounded; ``None`` = they are not rounded.
 
     Args:
-        bits: `titan.core.options.ModelOptions.draft_weight_bits`; "auto" = 8 where the kernels read them in less time.
+        bits: `titan.core.options.ModelOptions.draft_weight_bits`; "auto" = 8 where the kernels read them faster.
         config: of the draft model.
-        dtype: that it runs in.
-        backend: that runs it.
+        dtype: of its activations.
+        backend: runs it.
 
     Raises:
-        ValueError: 8 bits are asked for by number, and nothing would read them in less time.
+        ValueError: ``bits`` is 8, and no kernel would read such weights faster.
     """
     allowed = "allowed are 'auto', None, and 8 on a GPU in bfloat16, or on a CPU with AVX2 or AVX-512 in float32 and bfloat16"
     if bits is None:
@@ -192,7 +188,7 @@ def _check_deterministic(name: str, context: DraftContext) -> None:
 
 @contextmanager
 def _naming_the_draft(spec: str) -> Iterator[None]:
-    """Add to the loader's errors which argument is meant, and what else it could have been."""
+    """Name the argument in the loader's errors, and what else is allowed."""
     try:
         yield
     except ValueError as error:
@@ -203,7 +199,7 @@ def _naming_the_draft(spec: str) -> Iterator[None]:
 
 
 def _map_vocabulary(spec: str, config: ModelConfig, tokenizer: Any | None, context: DraftContext) -> VocabularyMap | None:
-    """Return the map between the ids of draft and target; ``None`` if they mean the same, whatever the sizes are padded to.
+    """Return the map between the ids of draft and target; ``None`` if these are the same, apart from padding.
 
     Raises:
         ValueError: the draft shares less than `MIN_SHARE` of the target's tokens, or sizes differ and a tokenizer is missing.

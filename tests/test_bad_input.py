@@ -247,6 +247,12 @@ class Mistaken(NoDrafter):
     max_draft_tokens = -1
 
 
+class Unfinished(NoDrafter):
+    name = "unfinished"
+    model = runner = None
+    max_len = 9
+
+
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
@@ -264,12 +270,16 @@ class Mistaken(NoDrafter):
         ({"tokenizer": "/no/such/folder"}, ["tokenizer='/no/such/folder'", "does not exist"]),
         ({"draft_model": "/no/such/folder"}, ["draft_model='/no/such/folder'", "'ngram'", "and None for no draft", "not exist"]),
         ({"draft_model": 5}, ["draft_model=5", "None, a name, a folder, a hub id, or a Drafter"]),
-        ({"draft_model": Half()}, ["draft_model=", "or a Drafter, of which it lacks max_draft_tokens, kv, commit"]),
-        ({"draft_model": Homeless()}, ["draft_model=", "Homeless", "CachingDrafter", "attach() and lookahead()"]),
+        ({"draft_model": Half()}, ["draft_model=", "or a Drafter, of which it lacks commit, kv, max_draft_tokens"]),
+        ({"draft_model": Homeless()}, ["draft_model=", "Homeless", "or a CachingDrafter, of which it lacks attach, lookahead"]),
         ({"draft_model": NoDrafter}, ["draft_model=", "NoDrafter", "is not a drafter: allowed is an instance, not the class"]),
         ({"draft_model": "homeless"}, ["draft_model='homeless', whose factory returned", "CachingDrafter"]),
         ({"draft_model": "nothing"}, ["draft_model='nothing', whose factory returned None, is not a drafter"]),
         ({"draft_model": Mistaken()}, ["'mistaken'.max_draft_tokens=-1", "an integer >= 0"]),
+        (
+            {"draft_model": Unfinished()},
+            ["'unfinished' has a model and a runner: allowed is a ModelDrafter, of which it lacks num_reviewable, review, shared_"],
+        ),
         ({"draft_model": "ngram", "draft_sampling": "sampled"}, ["draft_sampling='sampled'", "'ngram'", "'auto' and 'greedy'"]),
         ({"draft_model": "ngram", "draft_tree": [-1, -1]}, ["draft_tree=", "'ngram'", "'auto' and 'chain'"]),
         ({"draft_model": NgramDrafter(3), "draft_tree": "dynamic"}, ["draft_tree='dynamic'", "'ngram'", "'auto' and 'chain'"]),

@@ -32,7 +32,7 @@ from titan.core.step import Acceptance, StepPlan
 from titan.core.step_log import StepLog
 from titan.core.step_times import Stopwatch
 from titan.core.trees import GrowthReport
-from titan.draft.base import CachingDrafter, DraftContext, Drafter, NoDrafter, ReviewReport
+from titan.draft.base import DraftContext, Drafter, NoDrafter, ReviewReport, has_cache
 from titan.draft.drafting import Drafting
 from titan.draft.histories import note_review, note_verification
 from titan.draft.registry import DraftSpec, open_drafter
@@ -417,7 +417,7 @@ class Engine:
         )
 
     def _open_drafter(self, draft: DraftSpec) -> Callable[[], Drafter]:
-        if isinstance(draft, CachingDrafter) and draft.kv is not None:
+        if has_cache(draft):
             self._claims.check("draft_model", draft)
         return open_drafter(draft, self.draft_context())
 
@@ -427,7 +427,7 @@ class Engine:
         If anything raises, the current drafter stays.
         """
         kv: KVTensor | None = None
-        if isinstance(drafter, CachingDrafter) and drafter.kv is not None:
+        if has_cache(drafter):
             self._claims.take("draft_model", drafter)
             kv = KVTensor(drafter.kv, self.kv.num_blocks, self.kv.block_size, self.backend.device)
             drafter.attach(kv)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from back_ends import ON_HOST, make_back_end
+from machines import Machine
 from proposals import BUSHY, SHAPES, paths_of, record
 from stepping import AMPLE, SCARCE, greedy, make_engine, run_all, submit
 from text_tools import make_tokenizer
@@ -282,15 +283,36 @@ def test_a_registered_name_means_its_factory(zoo: Zoo, monkeypatch: pytest.Monke
     assert run_all(engine, PROMPTS[:2], [greedy(5)] * 2) == [zoo.greedy("llama", prompt, 5) for prompt in PROMPTS[:2]]
 
 
-def test_a_drafter_may_have_its_members_from_another(zoo: Zoo) -> None:
-    class Wrapped:
-        def __getattr__(self, name: str) -> object:
-            return getattr(NgramDrafter(3), name)
+class Wrapper:
+    """Has its members from another object: from Python 3.12 on, `isinstance` would not find them in a protocol's stead."""
 
-    drafter: Any = Wrapped()
-    engine = make_engine(zoo.path("llama"), drafter, **AMPLE)
-    assert engine.metrics().draft == "ngram"
-    assert run_all(engine, PROMPTS[:2], [greedy(5)] * 2) == [zoo.greedy("llama", prompt, 5) for prompt in PROMPTS[:2]]
+    def __init__(self, wrapped: object) -> None:
+        self._wrapped = wrapped
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wrapped, name)
+
+
+@pytest.mark.parametrize("draft", ["ngram", "llama~"])
+def test_a_drafter_may_be_wrapped(zoo: Zoo, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(monkeypatch)
+    runs_model = draft != "ngram"
+    engine = make_engine(zoo.path("llama"), **AMPLE | {"speculation": "adaptive", "draft_tree": "auto"})
+    wrapper: Any = Wrapper(open_drafter(zoo.path(draft) if runs_model else draft, engine.draft_context())())
+    engine.swap_draft(wrapper)
+    assert engine.drafting.is_fed == runs_model
+    assert engine.adaptive is not None and (engine.adaptive.controller.costs.draft is not None) == runs_model
+    assert run_all(engine, PROMPTS, [greedy(9)] * len(PROMPTS)) == [zoo.greedy("llama", prompt, 9) for prompt in PROMPTS]
+    metrics = engine.metrics()
+    assert metrics.num_draft_failures == 0 and (sum(metrics.accepted_per_depth) > 0) >= runs_model
+
+
+def test_a_drafter_with_a_model_of_another_kind_is_fed_nothing(zoo: Zoo) -> None:
+    class Mine(NoDrafter):
+        name = model = "mine"
+
+    engine = make_engine(zoo.path("llama"), Mine(), **AMPLE)
+    assert not engine.drafting.is_fed
 
 
 @pytest.mark.parametrize(("back_end", "num_nodes"), [("cpu", 6), ("triton", MAX_CHAIN_NODES)])

@@ -207,7 +207,7 @@ def test_requests_are_reviewed_instead_of_drafting_and_may_fail_to_be(zoo: Zoo, 
     wrong = Review([True, False], [-0.5])
     for failing, reason in (
         (Mock(side_effect=RuntimeError("no review")), "RuntimeError: no review"),
-        (Mock(return_value=ReviewReport(())), "ValueError: 0 reviews are reported of . requests"),
+        (Mock(return_value=ReviewReport(())), "ValueError: 0 reviews of . requests were reported"),
         (lambda _, requests: ReviewReport([wrong] * len(requests)), "ValueError: a review has logprobs="),
     ):
         monkeypatch.setattr(DraftModelDrafter, "review", failing)

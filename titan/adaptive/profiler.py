@@ -8,7 +8,7 @@ from titan.adaptive.costs import Costs
 from titan.adaptive.measure import Extent, Subject, measure
 from titan.adaptive.pass_cost import PassCost
 from titan.core.options import ScheduleOptions
-from titan.draft.base import Drafter, ModelDrafter
+from titan.draft.base import Drafter, runs_model
 from titan.kernels.interfaces import Backend, Runner
 from titan.memory.kv_cache import KVCache
 
@@ -56,7 +56,7 @@ class Profiler:
             if self.target is None:
                 block_ids = stack.enter_context(kv.lend_blocks(MAX_PROFILED_BLOCKS))
                 subjects.append(Subject(runner, max_draft_tokens, block_ids, self._max_model_len))
-            if isinstance(drafter, ModelDrafter):
+            if runs_model(drafter):
                 any_blocks, max_len = range(min(kv.num_blocks, MAX_PROFILED_BLOCKS)), min(self._max_model_len, drafter.max_len)
                 num_fed = min(MAX_PROFILED_FEED, schedule.max_num_batched_tokens)
                 subjects.append(Subject(drafter.runner, 0, any_blocks, max_len, num_fed, self._backend.is_host))
