@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from titan.kernels.torch.backend import TorchBackend
 from titan.kernels.torch.cache import TorchCache
 from titan.kernels.triton.backend import TritonBackend
 from titan.kernels.triton.cuda_graphs import Capture, Replay
+from titan.kernels.triton.upload import upload
 
 CPU = torch.device("cpu")
 
@@ -49,7 +51,7 @@ class InterpretedBackend(TritonBackend):
     def __init__(self, capture: Callable[[], Capture] = eager_capture, device: torch.device = CPU) -> None:
         super().__init__(device, capture)
         self._host = TorchBackend(device)
-        self.cache = TorchCache(self.upload)
+        self.cache = TorchCache(partial(upload, device=device))
 
     def active(self) -> AbstractContextManager[None]:
         return self._host.active()

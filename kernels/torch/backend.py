@@ -1,10 +1,11 @@
-"""The back end in plain PyTorch: the shortest correct one, the reference for the others, and the fallback."""
+"""The back end in plain PyTorch: the shortest correct one, the reference for the others, and their fallback."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from itertools import pairwise
 from threading import RLock, get_ident
 from typing import Any, NamedTuple
@@ -23,15 +24,15 @@ from titan.kernels.torch.sampling import TorchSampling
 from titan.kernels.torch.trees import TorchTrees
 
 KV_MEMORY_SHARE = 0.4
-"""Largest share of the host's free memory that the KV caches take, unless their size is given."""
+"""Share of the host's free memory that the KV caches take at most, unless their size is given."""
 
 
 class _Context(NamedTuple):
-    """One of `using_threads`."""
+    """An open context of `using_threads`."""
 
-    thread: int  # of Python
-    before: int  # number of PyTorch's threads that it gets back
-    num_threads: int  # meanwhile
+    thread: int  # identifier of the Python thread
+    before: int  # number of PyTorch's threads to restore
+    num_threads: int  # number of PyTorch's threads inside
 
 
 _open_contexts: list[_Context] = []
@@ -39,22 +40,22 @@ _lock = RLock()
 
 
 def torch_threads() -> int:
-    """Return how many threads PyTorch uses outside of `using_threads`, whose number new threads of Python would see meanwhile."""
+    """Return PyTorch's number of threads outside of `using_threads`; a new Python thread would see the number inside of it."""
     with _lock:
         return _open_contexts[0].before if _open_contexts else torch.get_num_threads()
 
 
 @contextmanager
 def using_threads(num_threads: int) -> Iterator[None]:
-    """Let PyTorch use so many threads for what this thread of Python computes.
+    """Let PyTorch use this many threads for the computations of this Python thread.
 
-    PyTorch cannot set this for one thread alone: another one whose first parallel operation runs meanwhile keeps this number.
+    PyTorch cannot set this for one Python thread alone: another one whose first parallel operation runs meanwhile keeps the number.
     """
     own, before = get_ident(), torch.get_num_threads()
     with _lock:
         is_inner = any(each.thread == own for each in _open_contexts)
         if not is_inner and any(each.num_threads == before for each in _open_contexts):
-            before = torch_threads()  # it is not this thread's own number
+            before = torch_threads()  # the number seen here is another thread's
         context = _Context(own, before, num_threads)
     try:
         with _lock:
@@ -71,7 +72,7 @@ def using_threads(num_threads: int) -> Iterator[None]:
 
 
 def host_by_default(context: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-    """Return a context in which tensors are made in the host's memory unless told where, whatever the caller's default is."""
+    """Return ``context`` with the host as PyTorch's default device, even if the caller has set another one."""
     return context if torch.empty(0).is_cpu else _on_the_host(context)
 
 
@@ -82,17 +83,22 @@ def _on_the_host(context: AbstractContextManager[Any]) -> Iterator[None]:
 
 
 def _set_threads(num_threads: int) -> None:
-    if torch.get_num_threads() != num_threads:  # a call changes more than the number: MKL then never uses fewer
+    if torch.get_num_threads() != num_threads:  # a call has another effect: MKL then never uses fewer
         torch.set_num_threads(num_threads)
+
+
+def upload(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """Copy arrays to a device; on a CPU, the tensors share their memory."""
+    return [torch.from_numpy(array).to(device) for array in arrays]
 
 
 class TorchBackend:
     """See `titan.kernels.interfaces.Backend`.
 
     Args:
-        device: any that PyTorch supports; `memory_for_kv` goes by the host's memory, and times by when calls return.
-        description: of the kernels, shown to users: says why faster ones are missing where they were to be expected.
-        num_threads: that PyTorch uses while an engine of this back end runs; ``None``: as many as otherwise.
+        device: any that PyTorch supports; but `memory_for_kv` measures the host's memory, and `mark` the host's clock.
+        description: of the kernels, for users; says why faster ones are missing if they could be expected.
+        num_threads: threads of PyTorch while an engine with this back end runs; ``None``: as many as otherwise.
     """
 
     name = "PyTorch"
@@ -102,9 +108,10 @@ class TorchBackend:
         self.is_host = device.type == "cpu"
         self.num_threads = torch_threads() if num_threads is None else num_threads
         self._description = description
-        self.cache: CacheOps = TorchCache(self.upload)
-        self.sampling: SamplingOps = TorchSampling(self.upload)
-        self.trees: TreeOps = TorchTrees(self.sampling, self.upload)
+        to_device = partial(upload, device=device)  # not `self.upload`: the cycle would keep this back end until a collection
+        self.cache: CacheOps = TorchCache(to_device)
+        self.sampling: SamplingOps = TorchSampling(to_device)
+        self.trees: TreeOps = TorchTrees(self.sampling, to_device)
 
     def active(self) -> AbstractContextManager[None]:
         return host_by_default(using_threads(self.num_threads))
@@ -134,7 +141,7 @@ class TorchBackend:
         return KVMemory(total, available, int(available * KV_MEMORY_SHARE))
 
     def upload(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
-        return [torch.from_numpy(array).to(self.device) for array in arrays]
+        return upload(arrays, self.device)
 
     def download(self, tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
         return [tensor.cpu().numpy() for tensor in tensors]

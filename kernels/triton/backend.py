@@ -62,10 +62,11 @@ class TritonBackend:
         self.device = device
         self._capture = capture
         self._tables: dict[tuple[int, int], BlockTables] = {}  # by shape: those of target and draft are the same
-        sampling = TritonSampling(self.upload)
-        self.cache: CacheOps = CudaCache(self.upload, device)
+        to_device = partial(upload, device=device)  # not `self.upload`: the cycle would keep this back end until a collection
+        sampling = TritonSampling(to_device)
+        self.cache: CacheOps = CudaCache(to_device, device)
         self.sampling: SamplingOps = sampling
-        self.trees: TreeOps = TritonTrees(device, self.upload, sampling)
+        self.trees: TreeOps = TritonTrees(device, to_device, sampling)
 
     def active(self) -> AbstractContextManager[None]:
         # the caller, another engine or another thread, which runs the next step, may have another device and stream

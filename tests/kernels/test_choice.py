@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -39,6 +41,19 @@ def test_a_cpu_with_a_compiler_gets_cpp_of_the_kind_that_the_environment_says(ch
     assert type(backend) is CpuBackend and backend.facts()["device"] == "cpu, 3 threads"
     kind = next(kind for kind in kinds_here() if choice in ("auto", kind.name))
     assert backend.facts()["kernels"] == load_library(kind).description
+
+
+@pytest.mark.parametrize("name", ["torch", "cpu", "triton"])
+def test_a_back_end_is_freed_as_soon_as_nobody_uses_it(name: str) -> None:
+    """And with it the threads of the C++, which wait for no collection."""
+    backend = make_back_end(name)
+    is_there = ref(backend)
+    gc.disable()
+    try:
+        del backend
+        assert is_there() is None
+    finally:
+        gc.enable()
 
 
 def test_pytorch_runs_if_the_environment_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
