@@ -1,4 +1,4 @@
-"""What a verification or a review says about a draft: the histories that the next drafts are planned from."""
+"""Updates of the requests' draft histories by verifications and reviews; the next drafts are planned from them."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from titan.draft.base import Review
 from titan.draft.policy import score_temperature
 
 TEMPERATURE_PRIOR = 8.0
-"""Tokens by which those that are right must still differ from what is expected when a temperature has changed by a factor of e."""
+"""Strength of the prior for the old temperature: expected minus right tokens that remain per factor of e of change."""
 
 NUM_HALVINGS = 12
-"""Halvings of the range in which that change lies."""
+"""Bisection steps by which the change of a temperature is found."""
 
 
 def note_verification(
     plan: StepPlan, acceptance: Acceptance, growth: GrowthReport | None = None, fleet: AcceptanceCounts | None = None
 ) -> None:
-    """Update the histories of a step's requests. Only nodes that verification reached say anything.
+    """Update the histories of a step's requests by the nodes that verification reached.
 
     Args:
         plan: the step.
         acceptance: of its rows.
-        growth: of its trees, if it is known how sure the draft was; where it is not, the draft counts as sure.
-        fleet: counts of all requests; those whose options the draft does not see only have counts of their own. ``None``: nobody
-            needs counts.
+        growth: of its trees; where it lacks the draft's confidence, or is ``None``, the draft counts as sure.
+        fleet: counts that all requests share, except those with options that the draft does not see. ``None``: no counts are kept.
     """
     trees = acceptance.trees
     if growth is None and not trees.num_nodes:
@@ -57,11 +56,11 @@ def note_verification(
 
 
 def note_review(request: Request, review: Review, fleet: AcceptanceCounts) -> None:
-    """Update the history of a request that was reviewed, as if each token had been drafted by itself and verified.
+    """Update the history of a reviewed request, as if each token had been verified as a draft of one node.
 
     Args:
-        request: that emitted them.
-        review: of its tokens.
+        request: it emitted the tokens.
+        review: of these tokens.
         fleet: as in `note_verification`.
     """
     probabilities = [1.0] * len(review.is_right)
@@ -76,9 +75,9 @@ def note_review(request: Request, review: Review, fleet: AcceptanceCounts) -> No
 
 
 def _matching_ratio(logprobs: Sequence[float], num_right: int) -> float:
-    """Return by how many times the temperature should change for the expected number of right tokens to be ``num_right``.
+    """Return the factor by which the temperature should change, so that ``num_right`` right tokens are expected.
 
-    With x the logarithm of it: ``expected(x) - num_right = TEMPERATURE_PRIOR * x``, solved by bisection; the left side falls.
+    Its logarithm x solves ``expected(x) - num_right = TEMPERATURE_PRIOR * x``, by bisection: the left side falls.
     """
     low, high = -len(logprobs) / TEMPERATURE_PRIOR, len(logprobs) / TEMPERATURE_PRIOR
     for _ in range(NUM_HALVINGS):
@@ -89,21 +88,21 @@ def _matching_ratio(logprobs: Sequence[float], num_right: int) -> float:
 
 
 def _at_temperature(logprobs: Sequence[float], ratio: float) -> list[float]:
-    """Return about what the most likely tokens' probabilities are at this many times the temperature.
+    """Estimate the probabilities of most likely tokens if the temperature is multiplied by ``ratio``.
 
-    As if the probabilities were p, p (1 - p), p (1 - p)**2, ...: at any other temperature, they are such a sequence, too.
+    Assumes that a distribution is p, p (1 - p), p (1 - p)**2, ...: at any other temperature, it is geometric, too.
     """
     return [1 - (-expm1(logprob)) ** (1 / ratio) for logprob in logprobs]
 
 
 def _counts(request: Request, fleet: AcceptanceCounts) -> tuple[AcceptanceCounts, ...]:
-    """Return the counts that a request's drafts are noted in: those of all only if the draft sees its options."""
+    """Return the counts for a request's drafts: its own, and the fleet's unless its options change logits unseen by the draft."""
     own = request.draft_history.acceptance
     return (own,) if request.has_transforms else (own, fleet)
 
 
 def _note_children(history: DraftHistory, parents: list[int], path: list[int]) -> None:
-    """Record which child, if any, was accepted at each node that verification reached."""
+    """Record the rank of the accepted child, if any, at each node that verification reached."""
     num_children = Counter(parents)
     for node, child in zip([-1, *path], [*path, None], strict=True):
         if num_children[node]:

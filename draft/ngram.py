@@ -34,7 +34,8 @@ class NgramDrafter:
         self.max_ngram = check_integer("max_ngram", max_ngram, 1)
         if self.min_ngram > self.max_ngram:
             raise ValueError(f"min_ngram={min_ngram}, max_ngram={max_ngram}: 1 <= min_ngram <= max_ngram must hold")
-        self._tokens: WeakKeyDictionary[Request, array[int]] = WeakKeyDictionary()  # converting all at each step would take long
+        # all tokens of each request: to convert them anew at each step would be slow
+        self._tokens: WeakKeyDictionary[Request, array[int]] = WeakKeyDictionary()
 
     def propose(self, plan: StepPlan) -> list[DraftTree]:
         return [
@@ -43,16 +44,17 @@ class NgramDrafter:
         ]
 
     def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
-        """Do nothing: a lookup takes the request's new tokens first."""
+        """Do nothing: each lookup first takes the request's new tokens."""
 
     def lookup(self, tokens: Ints, budget: int) -> list[int]:
-        """Return up to ``budget`` tokens that followed the most recent earlier occurrence of the longest suffix that has one.
+        """Return up to ``budget`` tokens that followed the longest suffix that occurred before, where it last did.
 
         Args:
             tokens: int64 [n], at least one.
             budget: how many to return at most.
         """
-        found, ends = list[int](), np.flatnonzero(tokens[:-1] == tokens[-1])  # of earlier occurrences of the suffix
+        found = list[int]()
+        ends = np.flatnonzero(tokens[:-1] == tokens[-1])  # last positions of earlier occurrences of the suffix
         for length in range(1, min(self.max_ngram, len(tokens) - 1) + 1):
             if length >= self.min_ngram and len(ends):
                 first = ends[-1] + 1

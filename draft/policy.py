@@ -1,7 +1,7 @@
 """The drafting policy: the shape of each request's tree, and whether its tokens are the most likely ones or sampled.
 
-Everything here depends only on the request, its options and its own history, never on other requests; but for
-`prefers_chain` and the temperature that a history begins at, which change no tokens.
+Everything here depends only on the request, its options and its own history, never on other requests. There are two exceptions,
+which change no tokens: `prefers_chain`, and the temperature at which a history begins.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ CHAIN_CHILDREN = 3
 """Candidate tokens that `auto` considers after each node of its chain."""
 
 MAX_CHAIN_NODES = 4
-"""Largest budget for which `auto` grows plain chains: searching for better nodes than their far end does not pay."""
+"""Largest budget for which `auto` grows plain chains: replacing their far end by better nodes does not pay."""
 
 MAX_NARROW_NODES = 8
-"""Largest budget for which `auto` grows nodes along one chain; more are better spread out."""
+"""Largest budget for which `auto` grows all nodes along one chain; a larger tree is better spread out."""
 
 GREEDY_TEMPERATURE = 0.1
-"""Initial temperature at which the draft's probabilities are compared for greedy requests: so low that trees start as chains. It
-soon moves to where probabilities match acceptance, 0.35 to 0.7 on the demo pair and less if the draft is right but never sure."""
+"""Initial temperature of the draft's probabilities in greedy requests: so low that trees start as chains. Calibration soon moves it
+to where probabilities match acceptance: 0.35 to 0.7 with the demo pair, less for a draft that is right but never sure."""
 
 
 class DraftPolicy:
@@ -37,7 +37,7 @@ class DraftPolicy:
         draft_tree: "chain", "dynamic", "auto", or the int32 parents of a fixed shape.
         draft_sampling: "greedy", "sampled" or "auto".
         max_draft_tokens: maximum nodes of a tree.
-        stops_early: whether trees end where they do not pay; chains then have scores, which say so.
+        stops_early: whether trees end where they do not pay; chains then are beams, whose scores tell.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class DraftPolicy:
         self.beam_depth = min(max_draft_tokens, 6 + max_draft_tokens // 8, 1 + MAX_NODES // self.width)
 
     def stops_early(self, request: Request) -> bool:
-        """Whether the tree of a request has scores, by which it may end where it does not pay."""
+        """Whether a request's trees have scores, by which they may end where they do not pay."""
         return self._stops_early and self.fixed_shape is None and not self.is_sampled(request)
 
     def is_sampled(self, request: Request) -> bool:
-        """Whether to sample the proposal, which stays the same for all of a request.
+        """Whether a request's drafts are sampled; this never changes during a request.
 
-        With "auto", one with a seed of its own is drafted greedily: its tokens depend on nothing but itself.
+        With "auto", a request with its own seed is drafted greedily, so that its tokens depend on nothing but itself.
         """
         if request.params.is_greedy or self.draft_sampling == "greedy":
             return False
@@ -69,15 +69,15 @@ class DraftPolicy:
     def spec(
         self, request: Request, budget: int, num_slots: int, worth: Worth | None = None, *, prefers_chain: bool = False
     ) -> GrowthSpec:
-        """Return how the tree of one request grows.
+        """Return the spec of one request's tree.
 
         Args:
-            request: to draft for.
+            request: the request.
             budget: maximum nodes, at least 1.
             num_slots: slots reserved after the root.
-            worth: where it ends, if it stops early; ``None``: at the budget.
-            prefers_chain: whether a chain is better than a larger tree. At temperature 0, and with "auto", it then is one; else the
-                tokens of a seed might change, or what was asked for.
+            worth: ends the tree where it does not pay, if it stops early; ``None``: it grows up to the budget.
+            prefers_chain: whether a chain would be faster than a larger tree. It is granted only at temperature 0 and with "auto":
+                otherwise it could change the tokens of a seed, or override the shape that was asked for.
         """
         if prefers_chain and self.draft_tree == "auto" and request.params.is_greedy:
             budget = min(budget, MAX_CHAIN_NODES)
@@ -93,7 +93,7 @@ class DraftPolicy:
         return BeamSpec(budget, budget, 1, num_children, score_temperature(request), worth)
 
     def largest_specs(self) -> list[GrowthSpec]:
-        """Return trees that `spec` may return for a greedy request: the largest along one chain of each kind, and a wide beam."""
+        """Return the largest spec of each kind that `spec` may return for a greedy request: a chain, a narrow and a wide beam."""
         if self.fixed_shape is not None:
             return [chain_spec(int(np.cumprod(self.fixed_shape == np.arange(-1, len(self.fixed_shape) - 1)).sum()))]
         most = self.max_draft_tokens
@@ -105,7 +105,7 @@ class DraftPolicy:
         return specs
 
     def lookahead(self, request: Request, budget: int) -> int:
-        """Return the number of slots after the root that a request's tree grows best with; more than the budget for a beam."""
+        """Return how many slots after the root a request's tree needs to grow best; for a wide beam, more than its budget."""
         if budget <= 1 or self.fixed_shape is not None or self._is_narrow(budget) or self.is_sampled(request):
             return budget
         return max(budget, self._beam(budget, score_temperature(request)).num_slots)
@@ -117,11 +117,11 @@ class DraftPolicy:
         return self.draft_tree == "chain" or budget == 1 or (self.draft_tree == "auto" and budget <= MAX_CHAIN_NODES)
 
     def _is_narrow(self, budget: int) -> bool:
-        """Whether one node per depth is expanded."""
+        """Whether only one node per depth is expanded."""
         return self.draft_tree == "chain" or (self.draft_tree == "auto" and budget <= MAX_NARROW_NODES)
 
     def _shape(self, request: Request, budget: int) -> Parents:
-        """Return a tree shape that does not depend on the tokens."""
+        """Return the shape of a sampled tree, which must not depend on its tokens."""
         if self.fixed_shape is not None:
             return self.fixed_shape[:budget]
         if self.draft_tree == "chain":
@@ -131,5 +131,5 @@ class DraftPolicy:
 
 
 def score_temperature(request: Request) -> float:
-    """Return the temperature at which the draft's probabilities are compared: the calibrated or else the initial one."""
+    """Return the temperature of the draft's probabilities in scores: the calibrated one, else the initial one."""
     return request.draft_history.temperature or request.params.temperature or GREEDY_TEMPERATURE

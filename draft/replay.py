@@ -1,7 +1,7 @@
 """Replay: propose a recorded continuation, corrupted with a given probability.
 
-For engine benchmarks at a known acceptance: the acceptance rate per draft token is ``acceptance`` wherever the target
-would have generated the recording itself.
+For benchmarks of the engine at a known acceptance: each draft token is accepted with probability ``acceptance`` wherever the target
+itself would continue as recorded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ReplayDrafter:
     """Proposes chains from recordings.
 
     Args:
-        recordings: prompt token ids -> the token ids that followed.
+        recordings: by prompt token ids, the token ids that followed.
         acceptance: probability in [0, 1] that a draft token is the recorded one.
         vocab_size: of the target; a corrupted token is the recorded one plus 1, modulo this.
         max_draft_tokens: maximum nodes per request.
@@ -44,7 +44,8 @@ class ReplayDrafter:
         counts = [len(tokens) for tokens in recorded]
         if not any(counts):
             return [EMPTY_TREE] * len(recorded)
-        tokens, first = np.array([token for tokens in recorded for token in tokens], np.int64), prefix_sums(counts)
+        tokens = np.array([token for tokens in recorded for token in tokens], np.int64)
+        first = prefix_sums(counts)
         seeds = np.repeat(np.array([request.seed for request in plan.requests], np.uint64), counts)
         lengths = np.array([request.num_tokens for request in plan.requests])
         positions = np.repeat(lengths - first[:-1], counts) + np.arange(len(tokens))

@@ -13,15 +13,15 @@ from titan.core.trees import Parents
 
 @lru_cache(maxsize=4096)
 def expected_shape(rank_acceptance: tuple[float, ...], num_nodes: int, *, is_caterpillar: bool) -> Parents:
-    """Return the tree with the greatest expected number of accepted nodes, if acceptance depends only on sibling rank.
+    """Return the tree with the most accepted nodes in expectation, if acceptance depends only on sibling rank.
 
-    Chen et al., "Sequoia", 2024, by best-first search: the probability of reaching a node is the product of the acceptances on its
+    Best-first search for the tree of Chen et al., "Sequoia", 2024: a node is reached with the product of the acceptances on its
     path. The tree is optimal if acceptance does not rise with the rank.
 
     Args:
         rank_acceptance: probability that the child of rank 0, 1, ... is the accepted one, given that its parent is.
         num_nodes: of the tree, at least 1.
-        is_caterpillar: only first children have children, so that one node is fed per depth.
+        is_caterpillar: whether only first children have children, so that one node is fed per depth.
 
     Returns:
         int32 parents [num_nodes], the path of first children first.

@@ -1,4 +1,4 @@
-"""What the tokens of a tokenizer stand for, such that tokenizers of different kinds can be compared."""
+"""Meanings of tokens, by which tokenizers of different kinds can be compared."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 NOT_UTF8 = "\N{REPLACEMENT CHARACTER}"
-"""What tokenizers write for bytes that are no whole character."""
+"""Written by tokenizers for bytes that are not a whole character."""
 
 FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
-"""Names of single bytes where texts are split into pieces of characters (SentencePiece)."""
+"""Names of single bytes in SentencePiece vocabularies."""
 
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
-"""The alphabet in which tokens of bytes are named (Radford et al., "Language models are unsupervised multitask learners", 2019)."""
+"""The alphabet of token names in byte-level BPE (Radford et al., "Language models are unsupervised multitask learners", 2019)."""
 
 
 class TokenMeaning(NamedTuple):
-    """What a token adds to a text, in UTF-8, be it a part of a character; of a special token, its name."""
+    """The bytes that a token adds to a text, in UTF-8, possibly a part of a character; for a special token, its name."""
 
     content: bytes
     is_special: bool = False
 
 
 def token_meanings(tokenizer: Any) -> dict[int, TokenMeaning]:
-    """Return what the tokens stand for, by id; those that add nothing to a text are left out.
+    """Return the meanings of a tokenizer's tokens by id; tokens that add nothing to a text are left out.
 
-    A token is decoded after another one, so that a space at its beginning is told from none, however the tokenizer writes spaces,
-    and whatever it strips from the beginning of a text. The bytes of a token that is no whole characters are taken from its name.
+    Each token is decoded after another one: this keeps a space at its beginning, however the tokenizer writes spaces and whatever
+    it strips from the beginning of a text. If a token is not made of whole characters, its bytes are taken from its name.
 
     Args:
         tokenizer: a transformers tokenizer.
@@ -49,9 +49,9 @@ def token_meanings(tokenizer: Any) -> dict[int, TokenMeaning]:
 
 
 def ids_by_meaning(tokenizer: Any, meanings: dict[int, TokenMeaning]) -> dict[TokenMeaning, int]:
-    """Return the token that stands for each meaning: of several, the one that the tokenizer itself would write.
+    """Return the token of each meaning: of several, the one that the tokenizer itself would write.
 
-    That is not the byte of a character that has a token of its own, and else the first of them.
+    This is the first one; a byte such as `<0x41>` only if its character has no token of its own.
     """
     names = dict(zip(meanings, tokenizer.convert_ids_to_tokens([*meanings]), strict=True))
     ids: dict[TokenMeaning, int] = {}
@@ -61,7 +61,7 @@ def ids_by_meaning(tokenizer: Any, meanings: dict[int, TokenMeaning]) -> dict[To
 
 
 def _texts(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
-    """Return what each token adds to the text of a token before it; nothing if it changes that."""
+    """Return the text that each token adds after another token; an empty one if it changes the text of that token."""
     [*_, anchor] = tokenizer.encode("a", add_special_tokens=False) or token_ids[:1]
 
     def decode(sequences: list[list[int]]) -> list[str]:
@@ -74,7 +74,7 @@ def _texts(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
 
 
 def _bytes_of(name: str) -> bytes | None:
-    """Return the bytes that a token's name says, if it is the name of bytes."""
+    """Return the bytes that a token's name spells; ``None`` if it spells none."""
     if found := FALLBACK.fullmatch(name):
         return bytes([int(found[1], 16)])
     return bytes(BYTES[character] for character in name) if all(character in BYTES for character in name) else None

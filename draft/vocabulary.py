@@ -1,8 +1,8 @@
-"""A draft of another vocabulary: which tokens it shares with the target, and how both sides' ids are mapped.
+"""Drafts of another vocabulary: the tokens that draft and target share, and the map between their ids.
 
 Token-level intersection, of Timor et al., "Accelerating LLM inference with lossless speculative decoding algorithms for
-heterogeneous vocabularies", 2025: the draft proposes only tokens that both vocabularies have, so that q is its distribution over
-these, renormalised. The output is the target's whatever q is; the share in common decides how much of it can be proposed.
+heterogeneous vocabularies", 2025: the draft proposes only tokens that both vocabularies have, and q is its distribution over these,
+renormalised. The output is lossless whatever q is; the more tokens are shared, the more of it can be proposed.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from titan.draft.token_meanings import TokenMeaning, ids_by_meaning, token_meani
 from titan.models.token_order import TokenOrder
 
 ROLES = ("eos_token_id", "bos_token_id")
-"""Special tokens that are matched by what they are for if they are not by name."""
+"""Special tokens that are matched by their role if they are not matched by name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VocabularyMap:
-    """The map between the ids of a target and those of a draft that is loaded in `order`.
+    """A map between the ids of a target and those of a draft whose tokens are loaded in the order `order`.
 
-    In this order the I shared tokens come first, and only these have logits. So the draft and its runner know nothing of a map:
-    trees grow over the vocabulary 0 to I - 1, as over any other, and `to_target` renames what has grown.
+    The I shared tokens come first in it, and only these have logits. So the draft's runner needs no map: trees grow over the
+    vocabulary 0 to I - 1, and `to_target` renames their tokens.
     """
 
-    order: TokenOrder  # of the draft's tokens
-    target_ids: Tensor  # int64 [I + 1], of the shared tokens, on the device; the last one is -1, for empty places
-    fed_ids: Ints  # int64 [target_size], what the draft is fed for each token of the target
+    order: TokenOrder  # order of the draft's tokens
+    target_ids: Tensor  # int64 [I + 1], ids of the shared tokens, on the device; the last one is -1, for empty places
+    fed_ids: Ints  # int64 [target_size], the draft's token that is fed for each token of the target
     target_size: int
-    share: float  # of the tokens of the target's tokenizer, what the draft can propose
+    share: float  # share of the target's tokens that the draft can propose
 
     @classmethod
     def of(cls, target: Any, draft: Any, target_size: int, draft_size: int, device: torch.device) -> VocabularyMap:
         """Match the tokens of two tokenizers.
 
-        Tokens match if they stand for the same bytes, or are special tokens of the same name; the ends and the beginnings of texts
-        also if their names differ.
+        Tokens match if they stand for the same bytes, or are special tokens of the same name. Tokens that end, or begin, a text
+        match even if their names differ.
 
-        For a token that it lacks, the draft is fed the longest of its own tokens with which the text of that token ends, so that
-        the text right before the next token is what it is for the target; for a special token, or where there is none, its unknown
-        token, else its end of text. It is one token for one, so that both caches have the same positions. This decides how well
-        the draft guesses, never what is output.
+        Where the draft lacks a token, it is fed its longest token with which the text of the missing one ends, so that it sees the
+        same text right before the next token. For a special token, or if there is none, it is fed its unknown token, else its end
+        of text. One token always becomes one token, so that both caches have the same positions. All this affects how well the
+        draft guesses, never the output.
 
         Args:
             target: a transformers tokenizer.
@@ -86,12 +86,12 @@ class VocabularyMap:
         return self.order.num_outputs
 
     def to_draft(self, token_ids: Sequence[int]) -> list[int]:
-        """Return what the draft is fed for tokens of the target, one for one."""
+        """Return the draft's token for each of the target's tokens."""
         fed: list[int] = self.fed_ids[token_ids].tolist()
         return fed
 
     def to_target(self, trees: DraftTrees) -> DraftTrees:
-        """Return trees with the target's ids, and q over its vocabulary, 0 at tokens that the draft lacks."""
+        """Return trees with the target's ids, and with q over its vocabulary: 0 at tokens that the draft lacks."""
         probs = trees.draft_probs
         if probs is not None:
             widened = probs.new_zeros(len(probs), self.target_size)
@@ -100,7 +100,7 @@ class VocabularyMap:
 
 
 def _closest(meaning: TokenMeaning, draft_ids: dict[TokenMeaning, int], filler: int) -> int:
-    """Return the draft's token for this meaning, or the closest to it."""
+    """Return the draft's token for a meaning, or the closest one."""
     if meaning.is_special:
         return draft_ids.get(meaning, filler)
     content = meaning.content

@@ -23,22 +23,25 @@ class BeamGrowth:
     """Expands, at each depth, the nodes with the greatest cumulative probability.
 
     Args:
-        feeds: n feeds with beam specs of equal width and number of children, all with a worth, or none.
-        logits: of their roots, [n, V].
-        backend: the one the draft runs on.
+        feeds: n feeds with beam specs of equal width and number of children, either all with a worth or none.
+        logits: [n, V], of their roots.
+        backend: the one that the draft runs on.
     """
 
     def __init__(self, feeds: Sequence[Feed], logits: Tensor, backend: Backend) -> None:
         specs = [feed.spec for feed in feeds if isinstance(feed.spec, BeamSpec)]
-        self.rows, self._specs, self._backend = np.array([feed.row for feed in feeds]), specs, backend
+        self.rows = np.array([feed.row for feed in feeds])
+        self._specs = specs
+        self._backend = backend
         self._max_depths = np.array([spec.depth for spec in specs])
-        self._width, self._num_children = specs[0].width, specs[0].num_children
-        # one per depth, for all requests: the columns of Candidates
+        self._width = specs[0].width
+        self._num_children = specs[0].num_children
+        # per depth, for all requests: token_ids, scores, parent_slots and slots of `Candidates`
         self._levels: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-        self._beam: Tensor  # int64 [n, W], the candidates of the last level that are fed
-        self._beam_scores: Tensor  # float32 [n, W]; -inf where they are not worth it: what follows is no candidate
+        self._beam: Tensor  # int64 [n, W], indices of the last level's candidates that are fed
+        self._beam_scores: Tensor  # float32 [n, W]; -inf where feeding does not pay: their children are no candidates
         self._bits: Tensor  # int64 [n, W], their ancestor bits
-        # of feeding the beam: the profits of all nodes, in prices of a pass; None: infinite
+        # [], profit of feeding the beam, as a multiple of the price of a pass; None: infinite
         self.gain: Tensor | None = None
         self._worths = BeamWorths.of([spec.worth for spec in specs if spec.worth is not None], backend.upload)
         depths = range(1, int(self._max_depths.max()) + 1)
@@ -49,8 +52,8 @@ class BeamGrowth:
                 *((self._max_depths <= depth)[:, None] for depth in depths),
             ]
         )
-        # per depth, from 1 on: the requests that feed nodes of that depth; bool [n, 1], those that feed none of them
-        self._going_on, self._is_last = columns[: len(depths)], columns[len(depths) :]
+        self._going_on = columns[: len(depths)]  # per depth, from 1 on: indices of the requests that feed nodes of it
+        self._is_last = columns[len(depths) :]  # per depth: bool [n, 1], whether a request feeds none of them
         token_ids, scores = backend.sampling.top_candidates(logits, self._num_children, self._temperatures)
         self.first_scores = scores[:, 0]  # float32 [n]
         self._add_level(token_ids, scores, torch.full_like(token_ids, -1), torch.zeros_like(token_ids), depth=1)
@@ -80,21 +83,29 @@ class BeamGrowth:
         self._add_level(all_tokens, scores, parent_slots, self._bits.repeat_interleave(k, dim=1), depth=depth + 1)
 
     def candidates(self) -> Candidates:
+        """Return the candidates of all depths."""
         token_ids, scores, parent_slots, slots = (torch.cat(column, 1) for column in zip(*self._levels, strict=True))
         slots[:, -self._levels[-1][0].shape[1] :] = -1  # the last level was not fed
-        num_nodes = np.array([min(spec.num_nodes, token_ids.shape[1]) for spec in self._specs])
-        is_chain = np.zeros(len(num_nodes), np.bool_)
-        return Candidates(self.rows, num_nodes, is_chain, True, token_ids, scores, parent_slots, slots)
+        return Candidates(
+            rows=self.rows,
+            num_nodes=np.array([min(spec.num_nodes, token_ids.shape[1]) for spec in self._specs]),
+            is_chain=np.zeros(len(self._specs), np.bool_),
+            has_scores=True,
+            token_ids=token_ids,
+            scores=scores,
+            parent_slots=parent_slots,
+            slots=slots,
+        )
 
     def _add_level(self, token_ids: Tensor, scores: Tensor, parent_slots: Tensor, parent_bits: Tensor, depth: int) -> None:
-        """Add the candidates of a depth, [n, c] each, and choose which of them are fed."""
+        """Add the candidates of a depth, [n, c] each, and choose those that are fed."""
         is_last = self._is_last[depth - 1]
         if self._worths is not None:
             scores = self._worths.cut(scores, depth)
         self._beam = scores.topk(self._width, dim=-1).indices
         self._beam_scores = scores.gather(1, self._beam)
         places = torch.arange((depth - 1) * self._width, depth * self._width, device=scores.device).expand_as(self._beam)
-        # nodes of the deepest level are never fed: no node has its parent in their slots
+        # slots of the deepest level may exceed the bits of an int64: it is never fed, so that no node needs them
         self._bits = parent_bits.gather(1, self._beam) | (1 << places.clamp(max=MAX_NODES - 1))
         fed = places.masked_fill(is_last, -1)
         if self._worths is not None:
@@ -106,7 +117,7 @@ class BeamGrowth:
 
 
 class BeamWorths(NamedTuple):
-    """What the nodes of n beams are worth, and what time costs, see `titan.core.growth.Worth`: float32 [n, 1] each."""
+    """The fields of `titan.core.growth.Worth` for n beams: float32 [n, 1] each."""
 
     agreement: Tensor
     acceptance: Tensor
@@ -116,16 +127,16 @@ class BeamWorths(NamedTuple):
 
     @classmethod
     def of(cls, worths: Sequence[Worth], upload: Upload) -> BeamWorths | None:
-        """Upload the worths of n beams; ``None`` if there are none."""
+        """Upload the worths of n beams; return ``None`` if there are none."""
         columns = (np.array([[getattr(worth, name)] for worth in worths], np.float32) for name in cls._fields)
         return cls(*upload([*columns])) if worths else None
 
     def cut(self, scores: Tensor, depth: int) -> Tensor:
-        """Set scores of candidates at a depth that are not worth verifying to -inf: [n, c]."""
+        """Set the scores of candidates at a depth to -inf if they are not worth verifying: [n, c]."""
         return scores.where(self._values(scores, depth) >= self.node_price, float("-inf"))
 
     def profits(self, scores: Tensor, depth: int) -> Tensor:
-        """Compute the profits of feeding candidates at a depth, 0 if they are not worth it: [n, c]."""
+        """Compute the profits of feeding candidates at a depth, 0 if that does not pay: [n, c]."""
         profits = self._values(scores, depth) * self.acceptance - (self.node_price + self.row_price)
         return profits.where(profits > 0, 0)
 

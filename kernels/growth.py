@@ -1,8 +1,8 @@
 """Growth of draft trees by passes of a draft model: the general form, for any runner's `forward`.
 
-What may be fed at which depth is known on the host before the first pass; tokens and probabilities stay on the device until all
-passes are done and `TreeOps.select` chooses the trees. Only where all trees that go on are beams with a `Worth`, the host looks,
-before each pass, whether it pays.
+The host knows before the first pass how many nodes are fed at each depth. Tokens and probabilities stay on the device until all
+passes are done and `TreeOps.select` chooses the trees. The host reads a result between passes only where all trees that still grow
+are beams with a `Worth`: whether the next pass pays.
 """
 
 from __future__ import annotations
@@ -36,9 +36,16 @@ def grow_by_passes(
 ) -> DraftTrees:
     """Feed the tokens that each request lacks in one pass, then grow all trees together, one pass per depth over all frontiers.
 
-    The arguments are those of `titan.kernels.interfaces.Runner.grow`, the draft's passes, and the back end that they run on.
+    Args:
+        forward: runs a pass of the draft.
+        backend: the one that the draft runs on.
+        feeds: as in `titan.kernels.interfaces.Runner.grow`.
+        num_rows: as there.
+        vocab_size: as there.
+        block_size: tokens per KV block.
     """
-    num_rows_of_passes, seconds = list[int](), 0.0
+    num_rows_of_passes = list[int]()
+    seconds = 0.0
     first_scores = np.full(num_rows, np.nan, np.float32)
 
     def run(batch: RaggedBatch) -> Tensor:
@@ -50,15 +57,20 @@ def grow_by_passes(
         return logits
 
     def report() -> GrowthReport:
-        passes = len(num_rows_of_passes), sum(num_rows_of_passes)
-        return GrowthReport(*passes, seconds if backend.is_host else None, first_scores)  # other devices compute beside the host
+        return GrowthReport(
+            num_passes=len(num_rows_of_passes),
+            num_rows=sum(num_rows_of_passes),
+            seconds=seconds if backend.is_host else None,  # other devices compute beside the host
+            first_scores=first_scores,
+        )
 
     root_logits = run(root_batch(feeds, block_size))
     growing = [feed for feed in feeds if feed.spec is not None]
     if not growing:
         return replace(DraftTrees.empty(num_rows, backend.device), growth=report())
     draft_vocab_size = root_logits.shape[-1]
-    root_logits, groups = of_vocabulary(root_logits, vocab_size), _group(growing)
+    root_logits = of_vocabulary(root_logits, vocab_size)
+    groups = _group(growing)
     growths: list[Growth] = []
     for kind, members in groups:
         logits = root_logits if len(members) == len(growing) else root_logits[backend.upload([np.array(members)])[0]]
@@ -87,19 +99,19 @@ def grow_by_passes(
 
 
 def of_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
-    """Pad logits with -inf for tokens that the draft lacks, or cut those of tokens that are not proposed: [any, vocab_size]."""
+    """Pad logits with -inf for tokens that the draft lacks, or cut tokens that are not proposed: [any, vocab_size]."""
     num_missing = vocab_size - logits.shape[-1]
     return pad(logits, (0, num_missing), value=float("-inf")) if num_missing > 0 else logits[..., :vocab_size]
 
 
 def root_batch(feeds: Sequence[Feed], block_size: int) -> RaggedBatch:
-    """Return the pass that feeds committed tokens; it has logits of the last token of each feed with a spec."""
+    """Return the pass that feeds committed tokens; it has logits for the roots of feeds with a spec."""
     _, _, starts, row_tokens, specs, _ = zip(*feeds, strict=True)
     return join_rows(block_table_of(feeds), starts, row_tokens, [spec is not None for spec in specs], block_size=block_size)
 
 
 def _group(feeds: Sequence[Feed]) -> list[tuple[type[Growth], list[int]]]:
-    """Group the indices of requests that grow alike."""
+    """Group the indices of requests whose trees can grow together."""
     members: dict[tuple[type[Growth], object], list[int]] = {}
     for i, feed in enumerate(feeds):
         match feed.spec:
@@ -113,19 +125,21 @@ def _group(feeds: Sequence[Feed]) -> list[tuple[type[Growth], list[int]]]:
 
 
 def _lay_out_frontiers(feeds: Sequence[Feed], fed_slots: Sequence[Sequence[Ints]], block_size: int) -> Iterator[RaggedBatch]:
-    """Lay out the passes that feed the frontier nodes of the requests' trees, one per depth from 1 on, on the host.
+    """Lay out the passes over the frontiers of the requests' trees on the host, one per depth from 1 on.
 
-    The nodes themselves are missing: the previous depth makes them on the device.
+    Their nodes are added later: the previous depth makes them on the device.
 
     Args:
-        feeds: one per request; their block tables cover the slots of all these nodes.
-        fed_slots: per request and depth, ascending, counted from the slot after the root. A request takes part in the passes down
-            to its last depth.
+        feeds: one per request; their block tables cover the slots of all nodes that are fed.
+        fed_slots: slots of the fed nodes per request and depth, ascending, counted from the slot after the root. A request takes
+            part in as many passes as it has depths.
         block_size: tokens per KV block.
     """
     num_depths = np.array([*map(len, fed_slots)])
-    roots, table, active = np.array([feed.root for feed in feeds]), block_table_of(feeds), np.arange(len(feeds))
-    active_table = table  # the same array at depths of the same requests: what a device has of it stays there
+    roots = np.array([feed.root for feed in feeds])
+    table = block_table_of(feeds)
+    active = np.arange(len(feeds))  # requests that take part at a depth
+    active_table = table  # their block tables: one array for all depths with the same requests, which a device keeps
     for depth in range(1, num_depths.max() + 1):
         if len(still := np.flatnonzero(num_depths >= depth)) < len(active):
             active, active_table = still, table[still]
@@ -144,7 +158,13 @@ def _lay_out_frontiers(feeds: Sequence[Feed], fed_slots: Sequence[Sequence[Ints]
             block_size=block_size,
         )
         rows = np.arange(len(slots))
-        yield RaggedBatch(np.zeros_like(rows), physical_slots(table, owners, slots, block_size), rows, query_start_loc, layout)
+        yield RaggedBatch(
+            token_ids=np.zeros_like(rows),
+            slot_mapping=physical_slots(table, owners, slots, block_size),
+            logits_rows=rows,
+            logits_start_loc=query_start_loc,
+            attention=layout,
+        )
 
 
 def _cat(tensors: tuple[Tensor, ...]) -> Tensor:

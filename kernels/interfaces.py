@@ -1,6 +1,6 @@
-"""Protocols that a back end implements, and the data that it is given.
+"""Protocols that a back end implements, and the data that they exchange.
 
-A back end belongs to one device and is chosen once, by `titan.kernels.backend.choose_backend`. It is passed to the parts of the
+A back end belongs to one device. `titan.kernels.backend.choose_backend` chooses it once, and it is passed to the parts of the
 engine that need it; none of them checks which device or library it is. A new back end is one folder.
 
 Legend: T query tokens, H query heads, K KV heads of dimension D; L rows of logits; S trees to verify.
@@ -27,7 +27,7 @@ from titan.core.trees import DraftTrees
 
 
 class TokenPlaces(NamedTuple):
-    """Positions of a pass's tokens in their sequences, and their slots in the cache."""
+    """Positions of a pass's tokens in their sequences, and slots in the cache."""
 
     rope_table: Tensor  # [max_positions, 2, D], see `titan.models.rope.rope_table`
     positions: Tensor  # int64 [T], below max_positions
@@ -38,13 +38,13 @@ class LayerOps(Protocol):
     """The operations of a decoder layer."""
 
     name: str
-    packs: bool  # whether `pack` copies weights that keep their numbers to a layout of its own
-    packs_8_bits: bool  # whether it rounds weights to 8 bits each, which `linear` reads in less time
+    packs: bool  # whether `pack` copies weights to a layout of its own
+    packs_8_bits: bool  # whether `pack` can round weights to 8 bits, which `linear` then reads faster
 
     def pack(self, weight: Tensor, bits: int | None = None) -> Tensor:
-        """Return a weight [out_features, in_features] in the layout that `linear` reads fastest, unchanged if it already is.
+        """Return a weight [out_features, in_features] in the layout that `linear` reads fastest; unchanged if that is its own.
 
-        With 8 ``bits``, where `packs_8_bits`, its numbers are rounded to 3 bits of mantissa; it may be overwritten.
+        With ``bits=8``, allowed if `packs_8_bits`, its numbers are rounded to 3 bits of mantissa; it may be overwritten.
         """
 
     def look_up(self, token_ids: Tensor, embedding: Tensor, size: int) -> Tensor:
@@ -54,19 +54,19 @@ class LayerOps(Protocol):
         """Compute ``x @ weight.T + bias`` with a packed or plain weight: [rows, in_features] -> [rows, out_features]."""
 
     def plan_attention(self, layout: Any) -> Any:
-        """Prepare `tree_attention` for a pass, once for all layers, from the layout that the runner passes to a model."""
+        """Prepare `tree_attention` for all layers of a pass, from `PassInputs.attention`."""
 
     def tree_attention(self, q: Tensor, kv_layer: Tensor, plan: Any, spec: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
         """Attend from every query token to the slots it sees.
 
         Args:
             q: [T, H, D], the last dimension contiguous.
-            kv_layer: [2, K, num_blocks, block_size, D], keys and values, or quantised blocks of them, strided as `KVTensor` has it;
-                those of the query tokens are already written, and read as they were written. [1, ...]: values are the first
-                numbers of keys.
+            kv_layer: [2, K, num_blocks, block_size, D], keys and values or quantised blocks of them, a view of a `KVTensor`. It
+                already holds those of the query tokens, which are read as they are stored. [1, ...]: values are the first numbers
+                of keys.
             plan: from `plan_attention`.
             spec: of the layer.
-            sinks: float32 [H], a score of each head besides those of its keys, which adds nothing to its output (gpt-oss).
+            sinks: float32 [H], an additional score per head in its softmax, which adds nothing to the output (gpt-oss).
 
         Returns:
             [T, H * V], dtype of ``q``; V = ``spec.value_dim`` or D.
@@ -85,7 +85,7 @@ class LayerOps(Protocol):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Compute ``x / sqrt(mean(x ** 2) + eps) * weight`` over the last dimension, in float32: [T, size] -> [T, size].
 
-        A weight in float32 is multiplied before the result is rounded to the dtype of ``x``.
+        A float32 weight is multiplied before the result is rounded to the dtype of ``x``.
         """
 
     def linear_add_norm(
@@ -110,7 +110,7 @@ class LayerOps(Protocol):
 
         Args:
             qkv: [T, (H + 2 * K) * D]; may be overwritten.
-            places: of the tokens; if this back end's runner pads passes, slot -1 writes nothing.
+            places: of the tokens; where the back end's runner pads passes, slot -1 writes nothing.
             kv_layer: [2, K, num_blocks, block_size, D], updated in place; if it is quantised, so are keys and values.
             qk_norm: [H + K, D], weights of an RMSNorm applied to each head before the rotation, as ``weight`` of `rms_norm`.
             eps: as in `rms_norm`.
@@ -144,8 +144,8 @@ class PassInputs:
     token_ids: Tensor  # int64 [T]
     positions: Tensor  # int64 [T], rope positions
     slot_mapping: Tensor  # int64 [T], where keys and values are written; -1 = nowhere
-    logits_rows: Tensor | None  # int64 [L], rows of T whose logits are needed; None: all
-    attention: Any  # the layout from which this back end's `LayerOps` plan attention
+    logits_rows: Tensor | None  # int64 [L], query tokens whose logits are needed; None: all
+    attention: Any  # layout for `LayerOps.plan_attention` of this back end
 
 
 class Model(Protocol):
@@ -154,7 +154,7 @@ class Model(Protocol):
     config: Any  # a `titan.models.config.ModelConfig`
     dtype: torch.dtype
     device: torch.device
-    weight_bits: int | None  # to which the matrices of its linear layers were rounded; None: they are as they were
+    weight_bits: int | None  # bits to which the matrices of its linear layers were rounded; None: they were not
 
     @property
     def kv_layout(self) -> KVLayout:
@@ -168,13 +168,13 @@ class Model(Protocol):
 
 
 WarmUp = Callable[[], object]
-"""Compiles or records in advance what is otherwise compiled or recorded when it is first needed."""
+"""Compiles kernels, or records graphs, that would otherwise be made when they are first needed."""
 
 
 class Runner(Protocol):
     """A model with its KV cache.
 
-    ``padded_sizes`` are the numbers of tokens, ascending, that smaller passes are padded to; none if passes are not padded.
+    ``padded_sizes`` are the numbers of tokens, ascending, to which smaller passes are padded; empty if passes are not padded.
     """
 
     @property
@@ -184,21 +184,21 @@ class Runner(Protocol):
         """Run one pass over a ragged batch; return logits [L, vocab] of the rows that need them."""
 
     def grow(self, feeds: Sequence[Feed], num_rows: int, vocab_size: int) -> DraftTrees:
-        """Feed a draft model the tokens it lacks, and grow draft trees as specified, without empty places if they are on the host.
+        """Feed a draft model the tokens that it lacks, and grow trees by their specs; without empty places if they are on the host.
 
         Args:
             feeds: one or more requests.
             num_rows: rows of the plan; rows without a feed get an empty tree.
-            vocab_size: of the trees; tokens of the draft beyond it are not proposed, and have no part in q.
+            vocab_size: of the trees; the draft's tokens from this id on are not proposed, and are not in q.
         """
 
     def warm_up(self, specs: Sequence[GrowthSpec], vocab_size: int) -> Sequence[WarmUp]:
-        """Return passes to run before the model serves, so that none waits for a compiler or for the recording of a graph later.
+        """Return passes to run in advance, so that no pass of a request waits for a compiler or the recording of a graph.
 
-        They may be run while requests are in flight: no KV is changed, and no pass is counted.
+        They may be run while requests are in flight: they change no KV, and are not counted.
 
         Args:
-            specs: the largest trees, of each kind, that the model is to `grow`.
+            specs: the largest spec of each kind that the model will `grow`.
             vocab_size: as in `grow`.
         """
 
@@ -206,13 +206,13 @@ class Runner(Protocol):
 class PathMove(NamedTuple):
     """An accepted path whose KV moves to the first slots of its tree."""
 
-    block_ids: Sequence[int]  # of the request
-    first_slot: int  # of the tree, in the request
+    block_ids: Sequence[int]  # block table of the request
+    first_slot: int  # first slot of the tree in the request
     path: list[int]  # slots of the nodes, counted from first_slot
 
 
 class CacheOps(Protocol):
-    """Operations on paged KV other than the writes of layers; each covers all groups of layers, in place."""
+    """Operations on paged KV besides the writes of layers; each works in place, on all groups of layers."""
 
     def move_paths(self, kv: KVTensor, moves: Sequence[PathMove]) -> None:
         """Move node ``path[j]`` of each request to slot ``first_slot + j``; a path is read in full before it is written."""
@@ -221,26 +221,26 @@ class CacheOps(Protocol):
         """Copy whole blocks, int64 [n] each; targets are distinct, and none is also a source."""
 
     def clear_blocks(self, kv: KVTensor, block_ids: Ints) -> None:
-        """Zero blocks, int64 [n], so that nothing of a former owner reaches the new one."""
+        """Zero blocks, int64 [n], so that a new owner reads nothing of the former one."""
 
     def gather_blocks(self, source: KVTensor, target: KVTensor, block_ids: Ints) -> None:
-        """Put blocks of a cache, int64 [n], distinct, at the front of another, or of itself; other content of both is lost.
+        """Copy blocks, int64 [n], distinct, to the front of another cache, or of the same one; all other content of both is lost.
 
-        The memory of another source is given back bit by bit where that can be, so that little is taken twice. Where memory is not
-        enough, nothing has changed.
+        If possible, the memory of another source is freed meanwhile, so that both caches are never in memory as a whole. If memory
+        runs out, nothing has changed.
         """
 
     def host_blocks(self, kv: KVTensor, num_blocks: int) -> list[Tensor]:
-        """Return memory of the host for blocks of a cache, zeros: [num_blocks, num_layers, num_planes, K, ...] per group."""
+        """Allocate zeros on the host for blocks of a cache: [num_blocks, num_layers, num_planes, K, ...] per group."""
 
     def copy_out(self, kv: KVTensor, host: Sequence[Tensor], sources: Ints, targets: Ints) -> None:
-        """Copy whole blocks to the host, int64 [n > 0] each; they may be overwritten, or copied in again, at once."""
+        """Copy whole blocks to the host, int64 [n > 0] each; they may be overwritten, or copied back, at once."""
 
     def copy_in(self, kv: KVTensor, host: Sequence[Tensor], sources: Ints, targets: Ints) -> None:
         """Copy whole blocks from the host, int64 [n > 0] each; passes may use them after `await_copies`."""
 
     def await_copies(self) -> None:
-        """Let what is computed from now on wait until all blocks have been copied in; the caller itself does not wait."""
+        """Make later passes wait until all blocks have been copied in; the caller does not wait."""
 
 
 class SamplingOps(Protocol):
@@ -255,10 +255,10 @@ class SamplingOps(Protocol):
         Args:
             logits: [n, vocab], any float dtype.
             count: tokens per row; if the vocabulary has fewer, the rest have log-probability -inf.
-            temperatures: float32 [n], above 0, of the log-probabilities.
+            temperatures: float32 [n], above 0; logits are divided by them.
 
         Returns:
-            Tokens, the most likely first, and log-probabilities, which are not finite in a row whose largest logit is not.
+            Tokens, the most likely first, and their log-probabilities; not finite in a row whose largest logit is not.
         """
 
     def probs(self, logits: Tensor, rows: SamplingRows) -> Tensor:
@@ -279,14 +279,14 @@ class SamplingOps(Protocol):
             rows: options of the n nodes, with the positions of the tokens to be sampled.
             num_children: int64 [n].
             places: int64 [n], the nodes' rows in the two tables below.
-            probs: float32 [I, vocab], overwritten at ``places`` with the distributions sampled from.
-            children: int64 [I, most children], overwritten at ``places`` with the tokens, from the left; -1 where none is left.
+            probs: float32 [I, vocab]; rows ``places`` are overwritten with the distributions that are sampled from.
+            children: int64 [I, most children]; rows ``places`` are overwritten with the tokens, from the left, then -1.
         """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidates:
-    """Tokens that may become nodes, of n requests: [n, c] each, parents before children, no score above its parent's."""
+    """Tokens that may become nodes of n requests: [n, c] each; parents precede children, and no score is above its parent's."""
 
     rows: Ints  # [n], of the plan
     num_nodes: Ints  # [n], places of the trees, at most c
@@ -294,10 +294,10 @@ class Candidates:
     has_scores: Flags | bool  # [n], or of all
     token_ids: Tensor  # int64
     scores: Tensor  # float32, cumulative log-probability; not finite where there is no candidate
-    parent_slots: Tensor  # int64, where the parent is fed; -1 for the root
-    slots: Tensor  # int64, where the candidate itself is fed; -1 if it is not
+    parent_slots: Tensor  # int64, slot where the parent is fed; -1 for the root
+    slots: Tensor  # int64, slot where the candidate is fed; -1 if it is not fed
     probs: Tensor | None = None  # float32 [I, vocab], the distributions that tokens were sampled from
-    probs_rows: Ints | None = None  # [n, 1 + slots], rows of probs: that of the root, then those of the nodes fed at each slot
+    probs_rows: Ints | None = None  # [n, 1 + slots], rows of probs: of the root, then of the node fed at each slot
 
 
 class Verified(NamedTuple):
@@ -311,12 +311,12 @@ class TreeOps(Protocol):
     """Selection and verification of draft trees; the rules are stated in `titan.kernels.torch.trees`."""
 
     def select(self, found: Sequence[Candidates], num_rows: int) -> DraftTrees:
-        """Select each request's best ancestor-closed set of candidates: those with the greatest cumulative probability.
+        """Select each request's best ancestor-closed set of candidates: the ones with the greatest cumulative probability.
 
         Ties go to the earlier candidate. The path of first children comes first, so that accepting it moves no KV.
 
         Args:
-            found: candidates of all requests that draft; at most one of these entries has sampled tokens.
+            found: candidates of all requests that draft; at most one entry has sampled tokens.
             num_rows: rows of the plan.
         """
 
@@ -325,24 +325,24 @@ class TreeOps(Protocol):
 
         Args:
             logits: [L, vocab]; for each tree, the row of its root, then those of its nodes.
-            trees: of a plan; those of other rows have no nodes.
+            trees: of a plan; rows that are not in ``rows`` have no nodes.
             rows: int64 [S], rows of the plan, ascending.
-            sampling: options of the S requests, with the positions of the tokens that follow the roots.
+            sampling: options of the S requests; positions are those of the tokens that follow the roots.
         """
 
 
 class PassLimits(NamedTuple):
-    """Bounds on an engine's passes, of which decodes, verifications and drafting are small."""
+    """Bounds on an engine's passes; decodes, verifications and drafting are its **small** passes."""
 
     num_requests: int
-    query_len: int  # of one request in a small pass: the root and its draft tokens; 0: no pass is small
-    num_blocks: int  # for the tokens of one request
-    num_tokens: int  # of any pass
+    query_len: int  # query tokens of one request in a small pass: the root and its draft tokens; 0: no pass is small
+    num_blocks: int  # blocks of one request
+    num_tokens: int  # query tokens of any pass
 
 
 @dataclass(slots=True)
 class PassCounts:
-    """Counts of replayed and eager passes of a target and its draft."""
+    """Counts of the passes of a target and its draft, replayed from graphs or run eagerly."""
 
     num_replayed: int = 0
     num_eager: int = 0
@@ -355,11 +355,11 @@ class PassCounts:
 
 
 class KVMemory(NamedTuple):
-    """Bytes of a device's memory when its models are loaded."""
+    """Bytes of a device's memory once its models are loaded."""
 
     total: int
-    free: int  # beside the largest passes; below 0 if these do not fit
-    default: int  # that the KV caches take of it where nothing else is asked for
+    free: int  # left by the largest passes; below 0 if these do not fit
+    default: int  # part of it for the KV caches, unless a size is given
 
 
 class Backend(Protocol):
@@ -367,13 +367,13 @@ class Backend(Protocol):
 
     name: str
     device: torch.device
-    is_host: bool  # whether tensors are in the host's memory, so that reading them costs nothing
+    is_host: bool  # whether tensors are in the host's memory, where reading them costs nothing
     cache: CacheOps
     sampling: SamplingOps
     trees: TreeOps
 
     def active(self) -> AbstractContextManager[None]:
-        """Make the device current in this thread, and its settings those of a step; the context gives both back."""
+        """Return a context in which this thread uses the device, with the settings of a step."""
 
     def check_limits(self, *, block_size: int, max_batch_size: int) -> None:
         """Reject limits that the kernels do not support.
@@ -383,32 +383,32 @@ class Backend(Protocol):
         """
 
     def supports(self, dtype: torch.dtype) -> bool:
-        """Whether models of this dtype run at full speed; others run, but "auto" does not choose them."""
+        """Whether models of this dtype run at full speed; others run as well, but "auto" does not choose them."""
 
     def layer_ops(self, dtype: torch.dtype, traits: frozenset[str]) -> LayerOps:
-        """Return the operations of a model's layers: the fastest that support its dtype and all of its traits."""
+        """Return the fastest operations of layers that support a model's dtype and all of its traits."""
 
     def prepare(self, model: Any, kv: KVTensor, limits: PassLimits, counts: PassCounts) -> Runner:
-        """Return a runner for a model: the fastest that supports all of the model's traits.
+        """Return the fastest runner that supports all of a model's traits.
 
         Args:
             model: a `Model` made with this back end's `layer_ops`.
             kv: of the model.
             limits: of small passes.
-            counts: of passes; updated by runners that replay small ones.
+            counts: updated by runners that replay small passes.
 
         Raises:
             ValueError: the kernels do not support the model.
         """
 
     def free_memory(self) -> int:
-        """Return how many bytes can be allocated on the device; what PyTorch holds of it in reserve is given back first."""
+        """Return how many bytes can be allocated on the device, after PyTorch has released its reserve."""
 
     def utilization(self) -> float | None:
-        """Return the share of the last moments in which the device was busy; ``None`` if it does not report it."""
+        """Return the share of recent time in which the device was busy; ``None`` if it does not report this."""
 
     def memory_for_kv(self, run_largest_passes: Callable[[], None]) -> KVMemory:
-        """Return how much memory there is for the KV caches.
+        """Return the memory for the KV caches.
 
         Args:
             run_largest_passes: called by back ends that measure what is left.
@@ -421,13 +421,13 @@ class Backend(Protocol):
         """Return tensors as arrays on the host; waits until the device has computed them. They may share memory."""
 
     def mark(self) -> Any:
-        """Return a mark of now on a host, and elsewhere of when the device is done with all that was launched, without waiting."""
+        """Return a mark of the time when the device is done with all that was launched so far, without waiting; on a host, now."""
 
     def seconds_between(self, marks: Sequence[Any]) -> list[float]:
-        """Return the seconds from each mark to the next, on the clock of the device; waits until it has passed the last one."""
+        """Return the seconds from each mark to the next, on the device's clock; waits until the device has passed the last one."""
 
     def warm_up(self, vocab_size: int, dtype: torch.dtype) -> Sequence[WarmUp]:
-        """Return what compiles the operations on trees and distributions; nothing where they are compiled already.
+        """Return calls that compile the operations on trees and distributions; none if nothing is compiled at run time.
 
         Args:
             vocab_size: of the target.

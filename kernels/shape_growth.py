@@ -22,10 +22,10 @@ from titan.kernels.interfaces import Backend, Candidates
 class ShapeLevel(NamedTuple):
     """The inner nodes at one depth of all shapes: [r] each."""
 
-    places: Tensor  # int64, among the I inner nodes of all trees, tree by tree
-    sources: Tensor  # int64, indices of their tokens in the table of children
+    places: Tensor  # int64, indices among the I inner nodes of all trees, tree by tree
+    sources: Tensor  # int64, indices of their tokens in the flattened table of children
     ancestor_bits: Tensor  # int64
-    owners: Ints  # their requests
+    owners: Ints  # indices of their requests
     num_children: Ints
 
 
@@ -33,19 +33,19 @@ class ShapeGrowth:
     """Fills given shapes, each node with the next most likely or the next sampled token.
 
     Args:
-        feeds: n feeds with shape specs: all sampled, or none.
-        logits: of their roots, [n, V].
-        backend: the one the draft runs on.
+        feeds: n feeds with shape specs, either all sampled or none.
+        logits: [n, V], of their roots.
+        backend: the one that the draft runs on.
     """
 
-    gain = None  # infinite: a shape is filled whatever that costs
+    gain = None  # infinite: a shape is filled at any cost
 
     def __init__(self, feeds: Sequence[Feed], logits: Tensor, backend: Backend) -> None:
         specs = [feed.spec for feed in feeds if isinstance(feed.spec, ShapeSpec)]
         self._rows = np.array([feed.row for feed in feeds])
         self._backend = backend
         self._plans = [spec.plan for spec in specs]
-        self._starts = [0, *accumulate(plan.inner.shape[1] for plan in self._plans)]  # first inner node of each request
+        self._starts = [0, *accumulate(plan.inner.shape[1] for plan in self._plans)]  # index of each request's first inner node
         self._max_children = max(plan.max_children for plan in self._plans)
         pairs = zip(specs, feeds, strict=True)
         sampled = [(spec.params, spec.seed, feed.root + 1) for spec, feed in pairs if spec.params is not None]
@@ -58,6 +58,7 @@ class ShapeGrowth:
 
     @property
     def fed_slots(self) -> list[tuple[Ints, ...]]:
+        """Slots where nodes are fed, as `BeamGrowth.fed_slots`."""
         return [plan.feeds for plan in self._plans]
 
     def frontier(self, depth: int) -> tuple[Tensor, Tensor]:
@@ -78,16 +79,20 @@ class ShapeGrowth:
         self._backend.sampling.sample_children(logits, rows, level.num_children, level.places, self._probs, self._children)
 
     def candidates(self) -> Candidates:
-        """Return all nodes as candidates; those left without a token, and their descendants, have scores that are not finite."""
+        """Return all nodes as candidates; nodes that were left without a token, and their descendants, have score -inf."""
         num_nodes = max(len(plan.parents) for plan in self._plans)
         shape = len(self._plans), num_nodes
-        sources, parent_slots, slots = np.zeros(shape, np.int64), np.full(shape, -1), np.full(shape, -1)
-        bits = np.full(shape, -1)  # past the end of a shape: ancestors that are never present
+        sources = np.zeros(shape, np.int64)
+        parent_slots = np.full(shape, -1)
+        slots = np.full(shape, -1)
+        bits = np.full(shape, -1)  # past the end of a shape: ancestors that are never there
         probs_rows = np.zeros((len(self._plans), 1 + num_nodes), np.int64)
         for i, (plan, start) in enumerate(zip(self._plans, self._starts, strict=False)):
             nodes = slice(len(plan.parents))
             sources[i, nodes] = (start + plan.node_parents) * self._max_children + plan.shape.child_ranks
-            parent_slots[i, nodes], slots[i, nodes], bits[i, nodes] = plan.parents, plan.slots, plan.shape.ancestor_bits
+            parent_slots[i, nodes] = plan.parents
+            slots[i, nodes] = plan.slots
+            bits[i, nodes] = plan.shape.ancestor_bits
             probs_rows[i, : 1 + len(plan.parents)] = start + plan.shape.inner_rows
         index, parents, fed, ancestors, powers = self._backend.upload(
             [sources, parent_slots, slots, bits, np.int64(1) << np.arange(num_nodes)]
@@ -95,10 +100,18 @@ class ShapeGrowth:
         token_ids = self._children.view(-1).index_select(0, index.view(-1)).view(shape)
         there = ((token_ids >= 0) * powers).sum(1, keepdim=True)
         scores = torch.where((ancestors & ~there) == 0, 0.0, float("-inf"))
-        counts = np.array([len(plan.parents) for plan in self._plans])
-        is_chain = np.array([plan.shape.is_chain for plan in self._plans])
-        q = () if self._probs is None else (self._probs, probs_rows)
-        return Candidates(self._rows, counts, is_chain, False, token_ids, scores, parents, fed, *q)
+        return Candidates(
+            rows=self._rows,
+            num_nodes=np.array([len(plan.parents) for plan in self._plans]),
+            is_chain=np.array([plan.shape.is_chain for plan in self._plans]),
+            has_scores=False,
+            token_ids=token_ids,
+            scores=scores,
+            parent_slots=parents,
+            slots=fed,
+            probs=self._probs,
+            probs_rows=None if self._probs is None else probs_rows,
+        )
 
     def _make_levels(self) -> list[ShapeLevel]:
         owners = np.repeat(np.arange(len(self._plans)), [plan.inner.shape[1] for plan in self._plans])
@@ -107,7 +120,7 @@ class ShapeGrowth:
         places = np.argsort(depths, kind="stable")
         sources = (starts + parents) * self._max_children + ranks
         of_levels = np.split(places, np.cumsum(np.bincount(depths))[:-1])
-        # one array per level and column: kernels read the ancestor bits, and slices of one array would be unaligned
+        # an array per level and column: kernels read the ancestor bits, and slices of one array would not be aligned
         columns = iter(self._backend.upload([column for level in of_levels for column in (level, sources[level], bits[level])]))
         return [
             ShapeLevel(next(columns), next(columns), next(columns), owners=owners[level], num_children=num_children[level])

@@ -1,4 +1,4 @@
-"""Code of draft tree selection that all back ends share: the layout of the trees, and the distributions of their tokens."""
+"""Parts of draft tree selection that all back ends share: the layout of the trees, and the distributions of their tokens."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from titan.kernels.interfaces import Candidates
 
 
 def place_trees(found: Sequence[Candidates], num_rows: int) -> tuple[Ints, Flags, Flags, Flags]:
-    """Return what the host knows of a step's trees, the first four fields of `DraftTrees`; rows without candidates are empty."""
+    """Return the first four fields of `DraftTrees` for a step, which the host knows; rows without candidates get empty trees."""
     counts = np.zeros(num_rows, np.int64)
     is_chain, is_sampled, has_scores = np.zeros((3, num_rows), np.bool_)
     for each in found:
-        counts[each.rows], is_chain[each.rows] = each.num_nodes, each.is_chain
-        has_scores[each.rows], is_sampled[each.rows] = each.has_scores, each.probs is not None
+        counts[each.rows] = each.num_nodes
+        is_chain[each.rows] = each.is_chain
+        has_scores[each.rows] = each.has_scores
+        is_sampled[each.rows] = each.probs is not None
     return prefix_sums(counts), is_chain, is_sampled, has_scores
 
 
 def with_draft_probs(trees: DraftTrees, found: Sequence[Candidates], upload: Upload) -> DraftTrees:
-    """Return selected trees with the distributions that their tokens were sampled from, as their candidates have them."""
+    """Return selected trees with the distributions that their tokens were sampled from, taken from their candidates."""
     for each in found:
         if each.probs is not None and each.probs_rows is not None:
             draft_rows = _draft_rows(trees, each.rows, each.probs_rows, upload)
@@ -35,7 +37,7 @@ def with_draft_probs(trees: DraftTrees, found: Sequence[Candidates], upload: Upl
 
 
 def _draft_rows(trees: DraftTrees, rows: Ints, probs_rows: Ints, upload: Upload) -> Tensor:
-    """Compute `DraftTrees.draft_rows` from the slots of the nodes; ``rows`` and ``probs_rows`` are those of `Candidates`."""
+    """Compute `DraftTrees.draft_rows` from the slots of the nodes; ``rows`` and ``probs_rows`` are fields of `Candidates`."""
     first_nodes = trees.start_loc[rows]
     counts = trees.counts[rows] + 1
     owners = np.repeat(np.arange(len(rows)), counts)

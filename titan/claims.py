@@ -1,4 +1,4 @@
-"""What keeps the state of one engine, so that no other of this process may use it: a policy, or a drafter with a cache."""
+"""Ownership of stateful objects (policies, drafters with a cache) that only one engine may use."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from titan.core.checks import shown
 
 
 class Claims:
-    """What one engine has taken; it is given up with the engine."""
+    """The objects that one engine owns, as long as it lives."""
 
     def __init__(self) -> None:
         self._values: tuple[object, ...] = ()
 
     def check(self, name: str, value: object) -> None:
-        """Check that no other engine has taken a value.
+        """Check that no other engine owns a value.
 
         Raises:
-            ValueError: another has; the message calls the value by this name.
+            ValueError: another one does; ``name`` is the argument in the message.
         """
         with _claiming:
             is_claimed = any(value is claimed for each in _all_claims if each is not self for claimed in each._values)
@@ -30,7 +30,7 @@ class Claims:
             )
 
     def take(self, name: str, value: object) -> None:
-        """Take a value.
+        """Claim a value for this engine.
 
         Raises:
             ValueError: as `check`.
@@ -41,11 +41,11 @@ class Claims:
             _all_claims.add(self)
 
     def keep(self, values: Iterable[object]) -> None:
-        """Give up all but these, of which some may never have been taken."""
+        """Give up all claims except those on these values, which need not all be claimed."""
         kept = [*values]
         self._values = tuple(each for each in self._values if any(each is value for value in kept))
 
 
 _all_claims: WeakSet[Claims] = WeakSet()
-"""Those of this process that may have taken something."""
+"""The claims of all engines of this process."""
 _claiming = RLock()

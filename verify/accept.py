@@ -1,8 +1,8 @@
-"""Verification: which draft tokens are accepted, and which token follows them.
+"""Verification: decides which draft tokens are accepted, and which token follows them.
 
-The rules are stated in `titan.kernels.torch.trees`; the back end applies them. One copy brings the results to the host and waits
-for the device: the only one of a verification, unless a request asks for logprobs, has nodes and options that look at drafted
-prefixes (penalties, logit bias, processors, ``min_tokens``), or has logits that nothing can be sampled from.
+The rules are stated in `titan.kernels.torch.trees`; the back end applies them. One copy brings the results to the host, and waits
+for the device. A verification needs more copies only if a request asks for logprobs, if it has nodes and options that look at
+drafted prefixes (penalties, logit bias, processors, ``min_tokens``), or if nothing can be sampled from its logits.
 """
 
 from __future__ import annotations
@@ -24,17 +24,21 @@ def accept(backend: Backend, plan: StepPlan, trees: DraftTrees, start_loc: Ints,
 
     Args:
         backend: the one that computed the logits.
-        plan: the step.
-        trees: of its rows.
-        start_loc: [rows of the plan + 1], prefix sums of the rows of logits.
-        logits: [L, vocab], rows of a request in order: root, then nodes.
+        plan: of the step.
+        trees: one per row of the plan.
+        start_loc: int64 [rows of the plan + 1], prefix sums of the rows of logits per request.
+        logits: [L, vocab]; for each request its root, then its nodes.
     """
-    requests, counts = plan.requests, start_loc[1:] - start_loc[:-1]
-    rows, num_requests = np.flatnonzero(counts), len(requests)
-    paths, token_ids = ([list[int]() for _ in requests] for _ in range(2))
+    requests, num_requests = plan.requests, len(plan.requests)
+    counts = start_loc[1:] - start_loc[:-1]
+    rows = np.flatnonzero(counts)
+    paths = [list[int]() for _ in requests]
+    token_ids = [list[int]() for _ in requests]
     if not len(rows):  # a step of prefill chunks
         return Acceptance(DraftTrees.empty(num_requests), paths, token_ids, [None] * num_requests)
-    host_trees, used, errors = None, logits, dict[int, str]()
+    host_trees: DraftTrees | None = None
+    used = logits  # after transforms
+    errors = dict[int, str]()
     reached = rows.tolist()
     looking = [i for i in reached if looks_at_prefix(requests[i])]
     if looking:

@@ -16,7 +16,7 @@ from titan.core.step import StepPlan
 from titan.core.trees import Upload
 
 MAX_ROWS = 256
-"""Rows whose log-probabilities are computed at once: a prompt may have many."""
+"""Most rows whose log-probabilities are computed at once: a prompt may have many."""
 
 
 def emitted_logprobs(
@@ -31,14 +31,15 @@ def emitted_logprobs(
 
     Args:
         requests: R of them.
-        start_loc: [R + 1], first row of each request in ``logits``: its root, then its nodes.
+        start_loc: int64 [R + 1], first row of each request in ``logits``: its root, then its nodes.
         paths: accepted nodes of each request.
-        token_ids: what each request emits: the tokens of its path, then the final token, if it has one.
+        token_ids: emitted tokens of each request: those of its path, then the final token, if it has one.
         logits: [L, vocab].
         upload: uploads arrays to the device of the logits.
 
     Returns:
-        By index of each request that asks for them, an entry per emitted token: by id, the token, then the most likely ones.
+        By index of each request that asks for them, one entry per emitted token. An entry maps ids to log-probabilities: first that
+        of the emitted token, then those of the most likely ones.
     """
     asking = [i for i, request in enumerate(requests) if request.params.logprobs is not None and token_ids[i]]
     if not asking:
@@ -56,12 +57,12 @@ def prompt_logprobs(plan: StepPlan, logits: Tensor, upload: Upload) -> dict[int,
     """Compute the model's own log-probabilities of prompt tokens.
 
     Args:
-        plan: of the step, before the counters of its requests advance.
-        logits: [any, vocab], those that `Request.prompt_logits` asks for, request by request.
+        plan: of the step; the counters of its requests have not advanced yet.
+        logits: [any, vocab], the rows that `Request.prompt_logits` names, request by request.
         upload: uploads arrays to the device of the logits.
 
     Returns:
-        By row of the plan, an entry for the token after each of these positions.
+        By row of the plan, an entry as in `emitted_logprobs` for the prompt token after each of these positions.
     """
     asked = [
         (i, request.prompt_token_ids[position + 1], request.params.prompt_logprobs or 0)
@@ -78,10 +79,10 @@ def prompt_logprobs(plan: StepPlan, logits: Tensor, upload: Upload) -> dict[int,
 def _entries(
     logits: Tensor, rows: Sequence[int], token_ids: Sequence[int], counts: Sequence[int], upload: Upload
 ) -> Iterator[dict[int, Logprob]]:
-    """Return for each row a token's entry, then those of the most likely tokens, as many as its count says; -1 = all.
+    """Yield an entry for each row: its token, then as many of the most likely tokens as its count says; -1 = all.
 
-    Makes one copy to the device and one back per part of at most `MAX_ROWS` rows; as many tokens are looked at in each row of a
-    part, so that rows of whole vocabularies are in parts of their own.
+    Makes one copy to the device and one back per part of at most `MAX_ROWS` rows. Rows with all tokens get parts of their own, as
+    every row of a part fetches as many tokens as its largest count.
     """
     vocab_size = logits.shape[-1]
     for _, run in groupby(range(len(rows)), lambda i: (i // MAX_ROWS, counts[i] < 0)):

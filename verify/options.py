@@ -1,4 +1,4 @@
-"""Transforms of a step's logits by options that look at the drafted prefix of a row, or at its length."""
+"""Applies the options of requests that change logits by the drafted prefix of a row, or by its length."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from titan.core.trees import EMPTY_TREE, DraftTree, DraftTrees, Upload
 from titan.sample.logits import TransformedRows, TransformResult, transform_logits
 
 NO_TOKENS = np.zeros(0, np.int64)
-"""The different tokens of a prompt that nobody asks for."""
+"""In place of the distinct tokens of a prompt where they are not needed."""
 
 
 def looks_at_prefix(request: Request) -> bool:
@@ -31,8 +31,8 @@ def transform_rows(
     Args:
         logits: [L, vocab]; not changed.
         requests: of all rows of the plan.
-        trees: of the same rows, on the host; ``None``: no request that looks at prefixes has nodes.
-        start_loc: [rows of the plan + 1], prefix sums of the rows of logits; rows of empty places are left unchanged.
+        trees: of the same rows, on the host; ``None``: no request whose options look at prefixes has nodes.
+        start_loc: int64 [rows of the plan + 1], prefix sums of logits rows per request; rows of empty places stay as they are.
         upload: uploads arrays to the device of the logits.
     """
     transforms: list[TransformedRows] = []
@@ -56,7 +56,7 @@ def transform_rows(
 
 
 def explain_row(request: Request, logits: Tensor, transformed: Tensor) -> str:
-    """Say why nothing can be sampled from a row of logits; waits for the device.
+    """Return the reason why nothing can be sampled from a row of logits; waits for the device.
 
     Args:
         request: of the row.
@@ -81,7 +81,7 @@ def _holds_stops_back(request: Request) -> bool:
 
 
 def _last_of_bad_words(output: list[int], words: Iterable[tuple[int, ...]]) -> Iterator[int]:
-    """Return the tokens that would complete a bad word, given at least as many of the tokens before them as the longest has."""
+    """Return the tokens that would complete a bad word; ``output`` must reach back as far as the longest word does."""
     return (word[-1] for word in words if len(word) <= len(output) + 1 and output[len(output) + 1 - len(word) :] == [*word[:-1]])
 
 

@@ -1,7 +1,7 @@
 """Ragged tree attention over paged KV, request by request, with gathered blocks and an explicit mask.
 
-Requirement: the blocks in a request's table hold finite values in every slot (`CacheOps.clear_blocks` on allocation); free blocks
-may hold anything.
+Every slot of the blocks in a request's table must hold finite values (`CacheOps.clear_blocks` zeroes new blocks); free blocks may
+hold anything.
 """
 
 from __future__ import annotations
@@ -16,19 +16,22 @@ from titan.kernels.torch.quantised_kv import dequantise
 
 
 class RequestQuery:
-    """What the query tokens of one request see, the same for all layers of a window."""
+    """The slots that the query tokens of one request see, for all layers of a pass."""
 
     def __init__(self, layout: AttentionLayout, index: int, device: torch.device) -> None:
         first, last = layout.query_start_loc[index : index + 2].tolist()
-        self.rows, self.seq_len = slice(first, last), int(layout.seq_lens[index])  # rows of T
+        self.rows = slice(first, last)  # rows of the T query tokens
+        self.seq_len = int(layout.seq_lens[index])
         blocks = layout.block_table[index, : -(-self.seq_len // layout.block_size)]
         self.block_ids = torch.from_numpy(blocks).to(device)  # int64 [blocks]
-        self._layout, self._index, self._device = layout, index, device
+        self._layout = layout
+        self._index = index
+        self._device = device
         self._is_causal = last - first == self.seq_len and not layout.ancestor_bits[first:last].any()
         self._visible: dict[Window, Tensor | None] = {}
 
     def visible(self, window: Window) -> Tensor | None:
-        """Return what each query sees, bool [query, seq_len]; ``None``: it is causal, and the queries are the whole sequence."""
+        """Return the slots that each query token sees, bool [query, seq_len]; ``None``: causal attention over a whole sequence."""
         if window not in self._visible:
             is_plain = self._is_causal and (window is None or window_length(window) >= self.seq_len)
             visible = None if is_plain else torch.from_numpy(visible_slots(self._layout, self._index, window)).to(self._device)
@@ -41,7 +44,7 @@ def attend(q: Tensor, kv_layer: Tensor, query: RequestQuery, spec: AttentionSpec
 
     Args:
         q: [query, num_heads, head_dim].
-        kv_layer: [2, num_kv_heads, num_blocks, block_size, head_dim], or quantised; [1, ...] without a plane of values.
+        kv_layer: as in `titan.kernels.interfaces.LayerOps.tree_attention`.
         query: of the request.
         spec: of the layer.
         sinks: float32 [num_heads].

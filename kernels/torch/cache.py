@@ -41,17 +41,18 @@ class TorchCache:
     def gather_blocks(self, source: KVTensor, target: KVTensor, block_ids: Ints) -> None:
         [ids] = self._upload([block_ids])
         is_same = source is target
-        rooms = [group.new_empty(len(ids) if is_same else 0, *group.shape[2:]) for group in source.groups]  # before anything moves
-        for olds, news, room in zip(source.groups, target.groups, rooms, strict=True):
-            for old, new in zip(olds, news, strict=True):  # of a layer
-                gathered = torch.index_select(old, 0, ids, out=room if is_same else new[: len(ids)])
+        # allocated before anything moves
+        buffers = [group.new_empty(len(ids) if is_same else 0, *group.shape[2:]) for group in source.groups]
+        for old_layers, new_layers, buffer in zip(source.groups, target.groups, buffers, strict=True):
+            for old, new in zip(old_layers, new_layers, strict=True):
+                gathered = torch.index_select(old, 0, ids, out=buffer if is_same else new[: len(ids)])
                 if is_same:
                     new[: len(ids)] = gathered
                 else:
                     _discard(old)
 
     def host_blocks(self, kv: KVTensor, num_blocks: int) -> list[Tensor]:
-        # blocks first, so that each is one piece of memory
+        # the dimension of blocks first, so that each block is contiguous
         return [torch.zeros(num_blocks, group.shape[0], *group.shape[2:], dtype=group.dtype) for group in kv.groups]
 
     def copy_out(self, kv: KVTensor, host: Sequence[Tensor], sources: Ints, targets: Ints) -> None:
@@ -69,31 +70,31 @@ class TorchCache:
 
 
 def _discard(tensor: Tensor) -> None:
-    """Give the pages of a contiguous tensor on the host back to the system, if it can take them; the content is lost."""
+    """Return the pages of a contiguous tensor on the host to the system, where that is possible; its content is lost."""
     if tensor.device.type == "cpu" and hasattr(mmap, "MADV_DONTNEED"):
-        first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE  # whole pages only: others hold their neighbours too
+        first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE  # whole pages only: the others also hold other data
         end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if end > first:
             ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
 
 
 def runs(sources: Ints, targets: Ints) -> Iterator[tuple[slice, slice]]:
-    """Yield the runs of blocks, int64 [n] each, that follow each other on both sides of a copy."""
+    """Split a copy of blocks, int64 [n] each, into runs that are consecutive in both sources and targets."""
     ends = np.flatnonzero((np.diff(sources) != 1) | (np.diff(targets) != 1)) + 1
     for start, end in pairwise([0, *ends.tolist(), len(sources)]):
         yield slice(sources[start], sources[start] + end - start), slice(targets[start], targets[start] + end - start)
 
 
 def planes(kv: KVTensor) -> Iterator[Tensor]:
-    """Yield views [num_layers, num_blocks, num_planes, num_kv_heads, block_size, ...] of all that a cache keeps."""
+    """Yield views [num_layers, num_blocks, num_planes, num_kv_heads, block_size, ...] of all numbers in a cache."""
     for blocks, group in zip(kv.groups, kv.layout.groups, strict=True):
         yield from kv_planes(blocks, group.head_dim) if kv.layout.is_quantised else (blocks,)
 
 
 def path_places(moves: Sequence[PathMove], block_size: int) -> list[Ints]:
-    """Return the blocks that hold the nodes of paths, and the places in them, then those that they move to: int64 [n] each.
+    """Return the sources and the targets of path moves: old blocks, offsets in them, new blocks, offsets in them; int64 [n] each.
 
-    Nodes that are there already are left out.
+    Nodes that are in place already are left out.
     """
     olds = [(move.block_ids, move.first_slot + node) for move in moves for i, node in enumerate(move.path) if node != i]
     news = [(move.block_ids, move.first_slot + i) for move in moves for i, node in enumerate(move.path) if node != i]

@@ -55,7 +55,7 @@ class TorchOps:
         """Apply RMSNorm: Zhang and Sennrich, "Root mean square layer normalization", 2019."""
         wide = x.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        # rounded before the multiplication by a weight of the same dtype, as in transformers
+        # rounded before the multiplication if the weight has the dtype of x, as in transformers
         return (normed.to(weight.dtype) * weight).to(x.dtype)
 
     def linear_add_norm(

@@ -1,7 +1,8 @@
-"""Quantised keys and values in plain PyTorch: how they are rounded and read.
+"""Quantised keys and values in plain PyTorch.
 
-Each key and each value of a head is stored as ``round(x / scale)`` with ``scale = max(|x|) / 127``, so that no number is off by
-more than half a scale. A pass reads what it writes from the cache, too: logits do not depend on which tokens a pass held.
+Each key and each value of a head is stored as ``round(x / scale)`` with ``scale = max(|x|) / 127``: no number is off by more than
+half a scale. A pass reads even the keys and values that it has just written from the cache, so that logits do not depend on how
+tokens are split into passes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from titan.core.kv_tensor import kv_planes
 LARGEST = 127
 """Largest quantised number."""
 LEAST_SIZE = 1e-30
-"""Rows whose largest number is below this one are scaled as if it were this one, and become zeros."""
+"""Rows whose largest absolute value is below this one become zeros."""
 
 
 def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -24,7 +25,7 @@ def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
         rows: [..., D], any float dtype.
 
     Returns:
-        int8 [..., D], and the scales, float32 [...], by which they are multiplied; NaN for a row with a number that is not finite.
+        int8 [..., D], and their scales, float32 [...]; NaN for a row with a number that is not finite.
     """
     wide = rows.float()
     sizes = wide.abs().amax(-1).clamp(min=LEAST_SIZE)
@@ -33,6 +34,6 @@ def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(blocks: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """Return the numbers that blocks stand for: int8 [..., bytes] -> [..., block_size, head_dim]."""
+    """Return the numbers that quantised blocks stand for: int8 [..., bytes] -> [..., block_size, head_dim]."""
     numbers, scales = kv_planes(blocks, head_dim)
     return (numbers * scales[..., None]).to(dtype)

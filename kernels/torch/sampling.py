@@ -16,13 +16,13 @@ from titan.core.sampling_rows import SamplingRows
 from titan.core.trees import Upload
 
 TOP_P_CANDIDATES = 512
-"""Number of most likely tokens searched first for the nucleus; rows of a larger nucleus take a full sort."""
+"""Number of most likely tokens in which the nucleus is searched first; a larger nucleus takes a full sort."""
 
 TINY_TEMPERATURE = 1e-3
-"""Temperature above which no logit of a model overflows when divided by it."""
+"""Smallest temperature by which any logit of a model can be divided without overflow."""
 
 Softmax = Callable[[Tensor, Tensor], Tensor]
-"""A function with the contract of `softmax_at`."""
+"""A function like `softmax_at`."""
 
 
 class TorchSampling:
@@ -66,7 +66,7 @@ def distributions(logits: Tensor, rows: SamplingRows, softmax: Softmax) -> Tenso
     probs = softmax(logits, _column(np.where(is_greedy, np.float32(1), rows.options["temperature"]), logits)[:, 0])
     if is_greedy.any():
         probs = torch.where(_column(is_greedy, logits), _certain(logits), probs)
-    if is_cut.any():  # the other rows pay nothing for the cuts
+    if is_cut.any():  # only these rows take the time of cuts
         index = np.flatnonzero(is_cut)
         places = torch.from_numpy(index).to(logits.device)
         probs[places] = _cut(logits[places], rows.take(index), softmax)
@@ -100,7 +100,7 @@ def _cut(logits: Tensor, rows: SamplingRows, softmax: Softmax) -> Tensor:
 
 
 def _cut_top_k(logits: Tensor, limits: Ints) -> Tensor:
-    """Keep the ``limits`` [n] largest logits of each row; of ties, the first in topk's stable order."""
+    """Keep the ``limits`` [n] largest logits of each row; ties are broken by the order of `topk`."""
     vocab_size = logits.shape[-1]
     largest = logits.topk(int(limits[limits < vocab_size].max()), dim=-1)
     limits_column = _column(limits, logits)
@@ -111,7 +111,7 @@ def _cut_top_k(logits: Tensor, limits: Ints) -> Tensor:
 
 
 def _cut_top_p(probs: Tensor, top_p: Tensor, num_candidates: int = TOP_P_CANDIDATES) -> Tensor:
-    """Keep the smallest set of most likely tokens whose mass reaches ``top_p`` [n, 1]; rows with 1 stay uncut."""
+    """Keep the fewest most likely tokens whose mass reaches ``top_p`` [n, 1]; rows with 1 are not cut."""
     vocab_size = probs.shape[-1]
     largest = probs.topk(min(num_candidates, vocab_size), dim=-1)
     mass_before = largest.values.cumsum(-1) - largest.values
@@ -135,7 +135,7 @@ def softmax_at(logits: Tensor, temperatures: Tensor) -> Tensor:
     """
     scaled = logits.to(torch.float32, copy=True)
     if (temperatures < TINY_TEMPERATURE).any():
-        scaled -= scaled.amax(-1, keepdim=True)  # else the division could lead to inf - inf
+        scaled -= scaled.amax(-1, keepdim=True)  # else the softmax could compute inf - inf
     return scaled.div_(temperatures[:, None]).softmax(-1)
 
 
@@ -151,13 +151,13 @@ def draw(probs: Tensor, uniform: Tensor) -> Tensor:
     """
     cdf = probs.double().cumsum(-1)
     total = cdf[:, -1]
-    # below the total whatever rounding does, so that the CDF exceeds it, and first does so at a token of probability above 0
+    # strictly below the total, despite rounding: so the CDF exceeds it, and first does at a token of probability above 0
     height = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cdf, height[:, None], right=True)[:, 0]
 
 
 def draw_siblings(probs: Tensor, uniform: Tensor, num_children: Tensor) -> Tensor:
-    """Sample without replacement: int64 [n, K], -1 where no token is left and past a row's children.
+    """Sample children without replacement: int64 [n, K], -1 past a row's children, or if no token is left.
 
     Args:
         probs: float32 [n, vocab], not necessarily normalised.
@@ -165,11 +165,11 @@ def draw_siblings(probs: Tensor, uniform: Tensor, num_children: Tensor) -> Tenso
         num_children: int64 [n], samples of each row, at most K.
     """
     columns = []
-    left = probs
+    rest = probs
     for rank in range(uniform.shape[1]):
-        drawn = draw(left, uniform[:, rank]).clamp(max=left.shape[1] - 1)  # where nothing is left
-        is_possible = (left.gather(1, drawn[:, None])[:, 0] > 0) & (num_children > rank)
+        drawn = draw(rest, uniform[:, rank]).clamp(max=rest.shape[1] - 1)  # out of range if nothing is left
+        is_possible = (rest.gather(1, drawn[:, None])[:, 0] > 0) & (num_children > rank)
         columns.append(torch.where(is_possible, drawn, -1))
         if rank + 1 < uniform.shape[1]:
-            left = left.scatter(1, drawn[:, None], 0.0)
+            rest = rest.scatter(1, drawn[:, None], 0.0)
     return torch.stack(columns, 1)

@@ -1,19 +1,19 @@
 """Selection and verification of draft trees, one plain loop per tree: the rules, and the reference for other back ends.
 
 **Sample-and-match**, for deterministic proposals: the target samples its own token at the root, as it would without speculation,
-and the walk descends to the child that carries it, the first of equal siblings. If no child does, the token is emitted as the
-**recovered** token; past a leaf it is the **bonus** token. The output is thus distributed exactly as the target's own, and with
-randomness keyed by position it is the same sequence. At temperature 0 the sample is the argmax and the rule is greedy acceptance.
+and the walk descends to the child with this token, the first of equal siblings. If no child has it, the token is emitted as the
+**recovered** token; past a leaf it is the **bonus** token. So the output is distributed exactly as the target's own and, with
+random numbers keyed by position, it is the same sequence. At temperature 0 the sample is the argmax: greedy acceptance.
 
 **Recursive rejection**, for sampled proposals: at a node with target distribution p, the children x_0, x_1, ... were sampled from
-the draft's q without replacement. They are tried in that order: x_k is accepted with probability min(1, r_k(x_k) / q_k(x_k)),
-where r_0 = p, q_k is q without the earlier children, and a rejection leaves the residual r_{k+1} ~ max(r_k - q_k, 0), from which
-the final token is sampled when no child is left. With one child this is the classic rule of Leviathan et al., "Fast inference from
+the draft's q without replacement. They are tried in this order; x_k is accepted with probability min(1, r_k(x_k) / q_k(x_k)), where
+r_0 = p, and q_k is q without the earlier children, renormalised. A rejection leaves the residual r_{k+1} ~ max(r_k - q_k, 0); if no
+child is left, the final token is sampled from it. With one child this is the rule of Leviathan et al., "Fast inference from
 transformers via speculative decoding", 2023; the recursion is that of Jeon et al., "Recursive speculative decoding", 2024. Either
 way the token is distributed as p.
 
-No residual is ever stored. With Q_k the q-mass of the first k children, r_k = max(p - s_k q, 0) / m_k, where s_0 = 0, m_0 = 1,
-s_{k+1} = s_k + m_k / (1 - Q_k) and m_{k+1} = sum(max(p - s_{k+1} q, 0)); tokens rejected before drop out by themselves.
+No residual is stored. With Q_k the q-mass of the first k children, r_k = max(p - s_k q, 0) / m_k, where s_0 = 0, m_0 = 1,
+s_{k+1} = s_k + m_k / (1 - Q_k) and m_{k+1} = sum(max(p - s_{k+1} q, 0)); tokens that were rejected before become 0 by themselves.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from titan.kernels.tree_places import place_trees, with_draft_probs
 
 
 class TorchTrees:
-    """Tree operations on any device; the data they decide by is copied to the host."""
+    """Tree operations on any device, on copies of their data on the host."""
 
     def __init__(self, sampling: SamplingOps, upload: Upload) -> None:
         self._sampling = sampling
@@ -49,7 +49,8 @@ class TorchTrees:
         for each in found:
             columns = [column.cpu().numpy() for column in (each.token_ids, each.scores, each.parent_slots, each.slots)]
             for i, row in enumerate(each.rows.tolist()):
-                chosen, first = _best_tree(int(each.num_nodes[i]), *(column[i] for column in columns)), int(start_loc[row])
+                chosen = _best_tree(int(each.num_nodes[i]), *(column[i] for column in columns))
+                first = int(start_loc[row])
                 for target, column in zip(nodes, chosen, strict=True):
                     target[first : first + len(column)] = column
         trees = DraftTrees(start_loc, is_chain, is_sampled, has_scores, NodeColumns(*self._upload(nodes)))
@@ -59,7 +60,8 @@ class TorchTrees:
         probs = self._sampling.probs(logits, sampling.repeat(trees.counts[rows] + 1))
         token_ids, parents = trees.nodes.token_ids.tolist(), trees.nodes.parents.tolist()
         seeds, positions = sampling.options["seed"].tolist(), sampling.options["position"].tolist()
-        found, root_row = [], 0
+        found = list[_Found]()
+        root_row = 0
         for i, row in enumerate(rows.tolist()):
             nodes = slice(int(trees.start_loc[row]), int(trees.start_loc[row + 1]))
             num_rows = 1 + nodes.stop - nodes.start
@@ -78,15 +80,15 @@ class TorchTrees:
 
 
 def _empty_places(start_loc: Ints) -> NodeColumns[NDArray[Any]]:
-    """Return empty places for trees that begin at ``start_loc``, [R + 1]."""
+    """Return empty places for trees whose prefix sums of places are ``start_loc``, [R + 1]."""
     num_nodes = int(start_loc[-1])
     return NodeColumns(
-        np.full(num_nodes, -1, np.int64),
-        np.full(num_nodes, -2, np.int32),
-        np.ones(num_nodes, np.int64),
-        np.int64(1) << (np.arange(num_nodes) - np.repeat(start_loc[:-1], np.diff(start_loc))),
-        np.full(num_nodes, -np.inf, np.float32),
-        np.full(num_nodes, -1, np.int32),
+        token_ids=np.full(num_nodes, -1, np.int64),
+        parents=np.full(num_nodes, -2, np.int32),
+        depths=np.ones(num_nodes, np.int64),
+        ancestor_bits=np.int64(1) << (np.arange(num_nodes) - np.repeat(start_loc[:-1], np.diff(start_loc))),
+        scores=np.full(num_nodes, -np.inf, np.float32),
+        draft_slots=np.full(num_nodes, -1, np.int32),
     )
 
 
@@ -95,7 +97,7 @@ def _best_tree(
 ) -> NodeColumns[NDArray[Any]]:
     """Return the best tree of one request's candidates, [c] each.
 
-    A child never scores above its parent, so the best are ancestor-closed if ties go to the earlier candidate.
+    No child scores above its parent, so the best candidates are ancestor-closed if ties go to the earlier one.
     """
     comparable = np.where(np.isfinite(scores), scores, -np.inf)
     best = np.argsort(-comparable, kind="stable")[: min(num_places, int(np.isfinite(scores).sum()))]
@@ -115,13 +117,13 @@ class _Found(NamedTuple):
 class _Tree(NamedTuple):
     """One tree to verify."""
 
-    probs: Tensor  # float32 [1 + nodes, vocab], p at the root and the nodes
+    probs: Tensor  # float32 [1 + nodes, vocab], p at the root, then at the nodes
     draft_probs: Tensor | None  # float32 [any, vocab], q
-    draft_rows: list[int]  # rows of draft_probs for the root and the nodes; anything at leaves; empty: nothing was sampled
+    draft_rows: list[int]  # rows of draft_probs for the root, then the nodes; arbitrary at leaves; empty: nothing was sampled
     token_ids: list[int]
     parents: list[int]
     seed: int
-    position: int  # of the token that follows the root
+    position: int  # position of the token that follows the root
 
     def children(self, node: int) -> list[int]:
         return [child for child, parent in enumerate(self.parents) if parent == node]
@@ -151,7 +153,7 @@ class _Tree(NamedTuple):
         while True:
             node = path[-1] if path else -1
             p, children = self.probs[1 + node], self.children(node)
-            if not children:  # as without speculation
+            if not children:  # a leaf: as without speculation
                 return _Found(path, self.sample(p, len(path), Purpose.SAMPLE))
             q = self.draft_probs[self.draft_rows[1 + node]]
             accepted, scale = self._try(children, p, q, len(path))
@@ -159,19 +161,19 @@ class _Tree(NamedTuple):
                 path.append(accepted)
                 continue
             rest = (p - scale * q).clamp(min=0)
-            rest = rest if rest.any() else p  # if rounding leaves nothing of it
+            rest = rest if rest.any() else p  # rounding may leave nothing of it
             return _Found(path, self.sample(rest, len(path), Purpose.RESIDUAL))
 
     def _try(self, children: list[int], p: Tensor, q: Tensor, depth: int) -> tuple[int | None, float]:
-        """Return the accepted child, if any, and the scale s of the residual after all rejected ones."""
+        """Return the accepted child, if any, and the scale s of the residual after the rejected ones."""
         scale, tried = 0.0, 0.0  # s and Q
         for rank, child in enumerate(children):
             p_child, q_child = float(p[self.token_ids[child]]), float(q[self.token_ids[child]])
             mass = float((p - scale * q).clamp(min=0).sum(dtype=torch.float64)) if rank else 1.0
-            left = max(1 - tried, q_child)  # at least q, whatever rounding does
+            left = max(1 - tried, q_child)  # at least q, despite rounding
             coin = float(philox_uniform(self.seed, self.position + depth, Purpose.ACCEPT, sibling=rank))
             if coin * mass * q_child < max(p_child - scale * q_child, 0.0) * left:
                 return child, scale
-            scale += mass / left if left > 0 else 0.0  # nothing of q is left to subtract
+            scale += mass / left if left > 0 else 0.0  # 0: nothing of q is left to subtract
             tried += q_child
         return None, scale

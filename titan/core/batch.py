@@ -25,33 +25,33 @@ class QueryRow(NamedTuple):
     start: int
     token_ids: Sequence[int]
     needs_logits: bool = True  # for the last token, and for the nodes of the tree below it
-    prompt_logits: range = range(0)  # indices of the tokens before it that need logits too
+    prompt_logits: range = range(0)  # indices into token_ids of earlier tokens that need logits too
 
 
 class NodeQueries(NamedTuple):
-    """The tree nodes of a batch, which are the last queries of their requests; only the device may know their tokens."""
+    """The tree nodes of a batch, which are the last queries of their requests; their tokens may be known on the device alone."""
 
     start_loc: Ints  # [R + 1], prefix sums of the nodes per request
     token_ids: Tensor  # int64 [N]; -1 in an empty place
     ancestor_bits: Tensor  # int64 [N]
-    depths: Tensor | None  # int64 [N]; None: the host knows the positions
+    depths: Tensor | None  # int64 [N]; None: the positions in the batch are right already
 
 
 class NodePlaces(NamedTuple):
-    """Where the nodes of a batch go in its arrays: [N] each."""
+    """Destinations of the nodes of a batch in its arrays: int64 [N] each."""
 
-    rows: Ints  # of the nodes among the query tokens
+    rows: Ints  # indices among the query tokens
     roots: Ints  # positions of the roots, for nodes that have depths
-    masks: Ints  # masks of the ancestor bits: -1 in a tree, 0 in a chain, whose nodes see everything before them
+    masks: Ints  # masks of the ancestor bits: -1 in a tree; 0 in a chain, where nodes see all slots before them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionLayout:
-    """Which slots each query token sees; arrays are int64, contiguous, and on the host.
+    """The slots that each query token sees; arrays are int64, contiguous, and on the host.
 
-    A query row sees the slots below its ``visible_len``, and slot ``tree_start + j`` of its request for every bit ``j`` set in its
-    ancestor bits. A sliding window applies to positions: it hides slots before the tree at or below ``position - window``, and all
-    but the nearest ``window`` of a node's ancestors, the node itself included.
+    A query token sees the slots below its ``visible_len``, and slot ``tree_start + j`` of its request for each bit ``j`` of its
+    ancestor bits. A sliding window applies to positions: of the slots before the tree, it hides those at or below ``position -
+    window``; of a node and its ancestors, it shows the nearest ``window``.
     """
 
     query_start_loc: Ints  # [R + 1], prefix sums of query lengths
@@ -68,20 +68,20 @@ class AttentionLayout:
 class RaggedBatch:
     """All inputs of one forward pass, passed explicitly to the runner.
 
-    Tokens, ancestor bits and depths of tree nodes are in ``nodes``. In the arrays, nodes have token 0, no bits, and the
-    positions of a chain, until the runner fills in the real ones, on the host or on its device.
+    Tokens, ancestor bits and depths of tree nodes are in ``nodes``. In the other arrays, nodes have token 0, no bits, and the
+    positions of a chain, until the runner fills in the real values, on the host or on its device.
     """
 
     token_ids: Ints  # [T]
     slot_mapping: Ints  # [T], block * block_size + offset
-    logits_rows: Ints  # [L], ascending, rows of T whose logits are computed
-    logits_start_loc: Ints  # [R + 1], prefix sums of logits rows per request, those of its prompt left out
+    logits_rows: Ints  # [L], ascending, query tokens whose logits are computed
+    logits_start_loc: Ints  # [R + 1], prefix sums of logits rows per request, without rows for prompt logprobs
     attention: AttentionLayout
     nodes: NodeQueries | None = None
-    prompt_logits: Ints | None = None  # ascending, rows of the logits that are for the logprobs of prompts; None: there are none
+    prompt_logits: Ints | None = None  # ascending, rows of the logits for prompt logprobs; None: there are none
 
     def node_places(self) -> NodePlaces:
-        """Return where the nodes go; the batch must have some."""
+        """Return the destinations of the nodes; the batch must have some."""
         assert self.nodes is not None, "called for batches with nodes"
         layout, start_loc = self.attention, self.nodes.start_loc
         counts = start_loc[1:] - start_loc[:-1]
@@ -98,7 +98,7 @@ def build_batch(rows: Sequence[QueryRow], trees: DraftTrees | None = None, *, bl
 
     Args:
         rows: one per request, each with at least one token.
-        trees: of the same requests; the last token of a row is the root of its tree, whose KV follows that token's.
+        trees: one per row; the last token of a row is its root, and the KV of the nodes follows that of the root.
         block_size: tokens per KV block.
     """
     block_tables, *columns = zip(*rows, strict=True)
@@ -115,18 +115,19 @@ def join_rows(
     trees: DraftTrees | None = None,
     block_size: int,
 ) -> RaggedBatch:
-    """Do what `build_batch` does, given the columns of its rows.
+    """Build a batch as `build_batch` does, from the columns of its rows.
 
     Args:
         table: [R, blocks], as made by `pad_block_tables`.
-        first_positions: R of them, and of the next two.
-        row_tokens: committed tokens.
-        needs_logits: whether the last tokens, and the nodes below them, do.
-        row_prompt_logits: indices of the tokens before that do, too; empty: there are none.
+        first_positions: position of each row's first token, R of them.
+        row_tokens: committed tokens of each row, R lists.
+        needs_logits: whether the last token of each row, and its nodes, need logits, R of them.
+        row_prompt_logits: indices of each row's earlier tokens that need logits too; empty: none do.
         trees: as for `build_batch`.
         block_size: tokens per KV block.
     """
-    num_committed, starts = np.array([*map(len, row_tokens)]), np.array(first_positions)
+    num_committed = np.array([*map(len, row_tokens)])
+    starts = np.array(first_positions)
     has_nodes = trees is not None and trees.num_nodes > 0
     counts = trees.counts if trees is not None and has_nodes else np.zeros_like(num_committed)
     query_lens = num_committed + counts
@@ -179,7 +180,7 @@ def join_rows(
 
 
 def prefix_sums(counts: Sequence[int] | Ints) -> Ints:
-    """Return 0 followed by the running sums of ``counts``: [n] -> int64 [n + 1]."""
+    """Return 0 and the running sums of ``counts``: [n] -> int64 [n + 1]."""
     sums = np.zeros(len(counts) + 1, np.int64)
     np.add.accumulate(counts, out=sums[1:])  # as np.cumsum does, in half the time
     return sums

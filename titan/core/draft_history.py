@@ -10,22 +10,22 @@ LONGEST_MEMORY = 0.97
 """Largest weight of the past in an average: the weight grows with the number of observations, up to about thirty."""
 
 PRIOR_ACCEPTANCE = (0.75, 0.12, 0.06, 0.03)
-"""Initial acceptance by sibling rank: the share of nodes whose child of that rank is accepted. Low enough for later siblings that
-trees of six nodes start as chains."""
+"""Initial acceptance by sibling rank: the share of nodes whose child of that rank is accepted. It is so low for later siblings
+that trees of six nodes start as chains."""
 
 CALIBRATION_RATE = 0.3
-"""How far a surprise of 1 moves the logarithm of the temperature once that is about right."""
+"""Step of the logarithm of the temperature per surprise of 1, once the temperature is about right."""
 
 FURTHER_AT_FIRST = tuple(2.0 / (1 + num_before / 2) - CALIBRATION_RATE for num_before in range(12))
-"""How much further the first surprises of 1 move it."""
+"""Additions to this step for the first surprises, one each."""
 
 CALIBRATED_CONFIDENCES = 4
-"""Number of observations that a temperature that others have found counts as."""
+"""Number of observations that a temperature taken over from other requests counts as."""
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.02, 2.0
 
 CONFIDENCE_MEMORY = 0.93
-"""Weight of the past in the mean of the draft's confidence, which tells at once if a text becomes easier or harder."""
+"""Weight of the past in the mean of the draft's confidence: short, to follow a text that becomes easier or harder."""
 
 
 @dataclass(slots=True)
@@ -44,20 +44,20 @@ class Average:
 
 @dataclass(slots=True)
 class AcceptanceCounts:
-    """How often first children were accepted where verification reached their parents, compared with the draft's probabilities.
+    """Counts of accepted first children, compared with the draft's probabilities, over nodes that verification reached.
 
-    Older nodes count less. A draft that gives no probabilities counts as sure of all that it proposes.
+    Older nodes count less. A draft that gives no probabilities counts as sure of all its tokens.
     """
 
     num_accepted: float = 0.0
     num_expected: float = 0.0  # sum of the draft's probabilities of these children
     confidence: float = 1.0  # mean probability of the first child of a root, verified or not
-    num_drafts: float = 0.0  # that the mean is of
-    num_ever: int = 0  # drafts, which do not count less with time
+    num_drafts: float = 0.0  # number of drafts in that mean; older ones count less
+    num_ever: int = 0  # all drafts, old or new
 
     @property
     def agreement(self) -> float:
-        """Accepted children as a multiple of those that the draft expected."""
+        """Ratio of accepted children to the number that the draft expected."""
         return self.num_accepted / self.num_expected if self.num_expected else 1.0
 
     def note_draft(self, probability: float) -> None:
@@ -72,11 +72,11 @@ class AcceptanceCounts:
         self.num_expected = LONGEST_MEMORY * self.num_expected + probability
 
     def fade(self, share: float, least: float = 0.0) -> None:
-        """Let what was seen count less, because time went by without anything new.
+        """Reduce the weight of past observations, because time went by without new ones.
 
         Args:
-            share: that remains.
-            least: number of drafts, and of expected children, below which nothing fades.
+            share: the part of the weight that remains.
+            least: number of drafts, and of expected children, below which weights do not fade.
         """
         if self.num_drafts > least:
             self.num_drafts = max(least, share * self.num_drafts)
@@ -88,32 +88,32 @@ class AcceptanceCounts:
 
 @dataclass(slots=True)
 class DraftHistory:
-    """Averages over a request's steps; the temperature may begin at that of others, and nothing else depends on them."""
+    """Averages over a request's steps; only the initial temperature may depend on other requests."""
 
     rank_acceptance: list[Average] = field(default_factory=lambda: [Average(value) for value in PRIOR_ACCEPTANCE])
-    temperature: float | None = None  # at which the draft's probabilities match acceptance; None: not known yet
+    temperature: float | None = None  # makes the draft's probabilities match acceptance; None: unknown yet
     num_confidences: int = 0
     acceptance: AcceptanceCounts = field(default_factory=AcceptanceCounts)
     tokens_per_step: Average = field(default_factory=lambda: Average(1.0))
 
     def note_children(self, num_children: int, accepted_rank: int | None) -> None:
-        """Record a node that was reached: its number of sampled children, and the rank of the accepted one; ``None`` = no child."""
+        """Record a reached node: the number of its sampled children, and the rank of the accepted one; ``None`` = none."""
         for rank, acceptance in enumerate(self.rank_acceptance[:num_children]):
             acceptance.note(rank == accepted_rank)
 
     def start_at(self, temperature: float) -> None:
-        """Set the temperature from which the calibration of a new request goes on."""
+        """Set the initial temperature of a new request, from which its calibration goes on."""
         self.temperature = temperature
         self.num_confidences = CALIBRATED_CONFIDENCES
 
     def note_surprises(self, start: float, surprises: Sequence[float]) -> None:
-        """Record which most likely children of a tree were accepted: move the temperature so that their probabilities match that.
+        """Move the temperature towards the one at which the draft's probabilities match acceptance.
 
         Temperature scaling, Guo et al., "On calibration of modern neural networks", 2017, by stochastic steps.
 
         Args:
             start: the initial temperature.
-            surprises: of each child: whether it was accepted, less its probability at the temperature at which it was drafted.
+            surprises: per first child of a reached node: 1 if it was accepted, else 0, minus its probability when it was drafted.
         """
         step = CALIBRATION_RATE * sum(surprises)
         for further, surprise in zip(FURTHER_AT_FIRST[self.num_confidences :], surprises, strict=False):
@@ -124,9 +124,9 @@ class DraftHistory:
         """Multiply the temperature.
 
         Args:
-            start: the initial one.
+            start: the initial temperature.
             factor: of the change.
-            num_confidences: probabilities that it was found by.
+            num_confidences: number of probabilities from which the factor was found.
         """
         self.num_confidences += num_confidences
         moved = (self.temperature or start) * factor

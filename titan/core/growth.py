@@ -1,10 +1,10 @@
-"""Specs of how draft trees grow, as data: a drafter's policy makes them, a runner executes them.
+"""Specs of growing draft trees, as data: a drafter's policy makes them, a runner executes them.
 
-A tree grows in one of two ways. A beam expands the nodes with the greatest cumulative probability, as in Li et al., "EAGLE-2",
-2024; a beam of width one trades the far end of a chain for siblings nearer the root. A shape, such as a chain, is known beforehand
-and filled with the most likely tokens or, for a sampled proposal, with tokens sampled without replacement.
+A tree grows in one of two ways. A **beam** expands the nodes with the greatest cumulative probability, as in Li et al., "EAGLE-2",
+2024; a beam of width one trades the far end of a chain for siblings nearer the root. A **shape**, such as a chain, is fixed in
+advance and filled with the most likely tokens or, for a sampled proposal, with tokens that are sampled without replacement.
 
-Nodes of a growing tree have **slots**, counted from the one after the root, which hold the draft's KV of the nodes that are fed.
+Nodes that are fed to the draft have **slots**, counted from the one after the root, where their draft KV is written.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from titan.core.trees import Parents, Topology, chain_parents, topology
 
 
 class Worth(NamedTuple):
-    """What nodes of one request's beam are worth, and what time costs; both in tokens.
+    """The values of nodes in one request's beam, and the prices of time; both in tokens.
 
-    A node at depth d with cumulative log-probability s is expected to be accepted with probability ``agreement**d * exp(s)``, its
-    **value**. Prices are seconds times the tokens per second that the engine emits anyway.
+    The **value** of a node at depth d with cumulative log-probability s is its expected probability of being accepted,
+    ``agreement**d * exp(s)``. A price is a time, multiplied by the tokens per second that the engine emits anyway.
 
-    A node is fed if its value times ``acceptance`` exceeds ``node_price + row_price``; the difference is its profit. A depth is fed
-    if, summed over all requests that grow together, profits in units of their ``pass_price`` exceed 1. A node stays in the tree if
-    its value is at least ``node_price``.
+    A node is fed if its value times ``acceptance`` exceeds ``node_price + row_price``; the difference is its **profit**. A depth is
+    fed if the profits of all requests that grow together, each divided by its ``pass_price``, add up to more than 1. A node stays
+    in the tree if its value is at least ``node_price``.
     """
 
     agreement: float  # in (0, 1]
     acceptance: float  # expected p of a node's best child, in (0, 1]
-    node_price: float  # of verifying a node
-    row_price: float  # of feeding a node to the draft
-    pass_price: float  # of a pass of the draft, however many nodes it feeds; above 0
+    node_price: float  # price of verifying a node
+    row_price: float  # price of feeding a node to the draft
+    pass_price: float  # price of a pass of the draft, whatever it feeds; above 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +47,15 @@ class BeamSpec:
     """A beam: expand the nodes with the greatest cumulative probability at each depth, and keep the best of all depths.
 
     Raises:
-        ValueError: the tree has too many nodes, or feeds too many: ancestors are the bits of one int64.
+        ValueError: the tree has, or feeds, more nodes than one int64 of ancestor bits allows.
     """
 
-    max_nodes: int  # of the tree
+    max_nodes: int  # most nodes of the tree
     depth: int  # greatest depth of its nodes
     width: int  # nodes expanded per depth
     num_children: int  # candidate tokens after each of them, at least `width`
-    temperature: float  # at which probabilities are compared
-    worth: Worth | None = None  # ends the growth where it does not pay; None: it goes on to its depth
+    temperature: float  # temperature of the probabilities
+    worth: Worth | None = None  # ends the growth where it does not pay; None: the tree grows to its depth
 
     def __post_init__(self) -> None:
         if max(self.max_nodes, self.num_slots) > MAX_NODES:
@@ -71,7 +71,7 @@ class BeamSpec:
 
     @property
     def num_nodes(self) -> int:
-        """Places of the tree: at most the number of tokens that it is chosen from."""
+        """Number of places of the tree: at most the number of its candidates."""
         return min(self.max_nodes, self.num_children * (1 + self.width * (self.depth - 1)))
 
 
@@ -82,22 +82,21 @@ class ShapePlan:
     parents: Parents  # the path of first children first
     shape: Topology
     feeds: tuple[Ints, ...]  # the inner nodes by depth, from 1 on
-    # int64 [6, num_inner], of the inner nodes, the root first: the node, -1 for the root; depth, 0 for the root; index of the
-    # parent among them, 0 for the root; number of earlier children of the parent; ancestor bits; number of children
+    # int64 [6, num_inner], a column per inner node, the root first. Rows: node, -1 for the root; depth, 0 for the root; index of
+    # the parent's column, 0 for the root; number of the parent's earlier children; ancestor bits; number of children
     inner: Ints
-    num_slots: int  # that are written: up to that of the last node that is fed
+    num_slots: int  # number of slots up to that of the last node that is fed
     max_children: int
-    # of all nodes: [num_nodes] each
-    node_parents: Ints  # index of the parent among the inner nodes
-    slots: NDArray[np.int32]  # an inner node is fed at its own index; -1 for a leaf, which is not fed
+    node_parents: Ints  # [num_nodes], column of the parent in `inner`
+    slots: NDArray[np.int32]  # [num_nodes], where the node is fed: at its own index, or -1 for a leaf, which is not fed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShapeSpec:
-    """A shape to fill, each node with the next most likely token or with the next one sampled."""
+    """A shape whose nodes are filled with the most likely tokens, or with sampled ones."""
 
     plan: ShapePlan
-    params: SamplingParams | None = None  # how tokens are sampled; None: the most likely tokens
+    params: SamplingParams | None = None  # sampling options; None: the most likely tokens
     seed: int = 0
 
     @property
@@ -115,14 +114,14 @@ GrowthSpec = BeamSpec | ShapeSpec
 
 
 class Feed(NamedTuple):
-    """The tokens that one request feeds a draft model, and how its tree grows after them."""
+    """The tokens that one request feeds to a draft model, and the spec of the tree that grows after them."""
 
-    row: int  # of the plan
+    row: int  # row of the plan
     block_ids: Sequence[int]
     start: int  # position of the first token
     token_ids: Sequence[int]  # committed tokens that the draft lacks; with a spec, the last is the root
     spec: GrowthSpec | None  # None: nothing grows
-    block_table: Ints | None = None  # int64 [R, any], of all rows of the plan, if they were padded before
+    block_table: Ints | None = None  # int64 [R, any], of all rows of the plan; None: not made yet
 
     @property
     def root(self) -> int:
@@ -131,7 +130,7 @@ class Feed(NamedTuple):
 
 
 def block_table_of(feeds: Sequence[Feed]) -> Ints:
-    """Return the block tables of some feeds, int64 [len(feeds), any]: the plan's very array if these are its rows in order."""
+    """Return the block tables of feeds, int64 [len(feeds), any]: the plan's own array if they are all its rows in order."""
     rows, of_plan = [feed.row for feed in feeds], feeds[0].block_table
     if of_plan is None:
         return pad_block_tables([feed.block_ids for feed in feeds])
@@ -141,7 +140,7 @@ def block_table_of(feeds: Sequence[Feed]) -> Ints:
 class MainPathOrder(NamedTuple):
     """A reordered shape: the path of first children, then the other nodes in their old order."""
 
-    nodes: Ints  # old indices in the new order
+    nodes: Ints  # old index of each node in the new order
     parents: Parents
 
 

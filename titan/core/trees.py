@@ -1,9 +1,8 @@
 """Draft trees: the contract between drafting and verification.
 
-A tree has nodes ``0 .. num_nodes-1``; ``parents[i] < i`` is the node's parent, -1 makes it a child of the **root**,
-the last committed token of the request, which is never counted as a node. Node ``i`` writes its KV to slot
-``root slot + 1 + i`` while its rope position is ``root position + depth``. A chain is the tree whose parents
-are ``-1, 0, 1, ...``.
+A tree has nodes ``0 .. num_nodes - 1``; ``parents[i] < i`` is the parent of node ``i``, or -1 if that is the **root**: the last
+committed token of the request, which is never counted as a node. Node ``i`` writes its KV to slot ``root slot + 1 + i``, while its
+rope position is ``root position + depth``. A chain is the tree whose parents are ``-1, 0, 1, ...``.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from titan.core.limits import MAX_NODES
 Parents = NDArray[np.int32]
 
 MASS_TOLERANCE = 0.01
-"""How far the sum of a q may be from 1: further than rounding to bfloat16 moves it."""
+"""Largest difference of the sum of a q from 1; rounding to bfloat16 stays below it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Topology:
-    """Properties that depend only on the parents of a tree; shared by all trees of the same shape."""
+    """Properties of a tree that follow from its parents; shared by all trees of the same shape."""
 
     depths: Ints  # [num_nodes], children of the root have depth 1
     ancestor_bits: Ints  # [num_nodes]; bit j of entry i says that node j is i or one of its ancestors
@@ -64,11 +63,16 @@ def topology(parents: bytes) -> Topology:
     inner = np.unique(parent_of)
     inner_rows = np.zeros(1 + num_nodes, np.int64)
     inner_rows[1 + inner] = np.arange(len(inner))
-    arrays = depths, bits, ranks, inner, inner_rows
-    for array in arrays:
+    for array in (depths, bits, ranks, inner, inner_rows):
         array.flags.writeable = False  # shared by all trees of the shape
-    is_chain = bool((parent_of == np.arange(num_nodes) - 1).all())
-    return Topology(*arrays, is_chain)
+    return Topology(
+        depths=depths,
+        ancestor_bits=bits,
+        child_ranks=ranks,
+        inner=inner,
+        inner_rows=inner_rows,
+        is_chain=bool((parent_of == np.arange(num_nodes) - 1).all()),
+    )
 
 
 @lru_cache(maxsize=MAX_NODES + 1)
@@ -81,21 +85,21 @@ def chain_parents(num_nodes: int) -> Parents:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftTree:
-    """The draft tokens of one request: what a drafter may return, and the view of one row of `DraftTrees`.
+    """The draft tokens of one request, as a drafter may return them; also a view of one row of `DraftTrees`.
 
     Args:
         token_ids: int64 [num_nodes].
         parents: int32 [num_nodes], topological: ``-1 <= parents[i] < i``.
-        draft_probs: float32 [num_inner, vocab], the distributions q that the children of the inner nodes (see `Topology`) were
-            sampled from, one after another without replacement; ``None``: the proposal is deterministic, q is a point mass.
-        scores: float32 [num_nodes], log-probabilities by which the draft chose the nodes, cumulative: none above its parent's, or
-            above 0; ``None``: they were not chosen by probability.
-        draft_slots: int32 [num_nodes], slots of the drafter's own KV of the nodes, counted from the slot after the root; -1 = no
-            KV of the node; ``None``: no KV of any node.
+        draft_probs: float32 [num_inner, vocab], q of the inner nodes (see `Topology`): their children were sampled from it, one
+            after another without replacement. ``None``: the proposal is deterministic, q is a point mass.
+        draft_slots: int32 [num_nodes], slots where the drafter's own KV of the nodes is, counted from the slot after the root; -1 =
+            none of this node; ``None``: none of any node.
+        scores: float32 [num_nodes], cumulative log-probabilities by which the draft chose the nodes: at most 0, and at most that of
+            the parent. ``None``: nodes were not chosen by probability.
 
     Raises:
-        ValueError: shapes differ, numbers are not whole, there are too many nodes, the parents are not topological, or draft_probs
-            is no tensor of this dtype.
+        ValueError: shapes differ, integers are not whole, there are too many nodes, the parents are not topological, or draft_probs
+            is not a float32 tensor.
     """
 
     token_ids: Ints
@@ -124,8 +128,8 @@ class DraftTree:
         if not isinstance(self.draft_probs, Tensor) or self.draft_probs.dtype != torch.float32:
             found = getattr(self.draft_probs, "dtype", None)
             raise ValueError(
-                f"draft_probs is a {type(self.draft_probs).__name__} of {found}: it must be a torch tensor of torch.float32, as it "
-                f"was sampled from"
+                f"draft_probs is a {type(self.draft_probs).__name__} of {found}: it must be a torch tensor of torch.float32, the "
+                f"distribution that was sampled from"
             )
         num_inner = len(self.topology.inner)
         if len(self.draft_probs) != num_inner:
@@ -162,14 +166,14 @@ Column = TypeVar("Column")
 
 
 class NodeColumns(NamedTuple, Generic[Column]):
-    """Columns of a table of nodes in N places: tensors or arrays."""
+    """Columns of a table of N places for nodes: tensors or arrays."""
 
     token_ids: Column  # int64 [N]; -1 = empty
     parents: Column  # int32 [N], index within the tree; -1 = the root, -2 = none, in an empty place
-    depths: Column  # int64 [N], from 1 on; 1 in an empty place
-    ancestor_bits: Column  # int64 [N], the node itself and its ancestors; only itself in an empty place
+    depths: Column  # int64 [N], 1 for children of the root; 1 in an empty place
+    ancestor_bits: Column  # int64 [N], bits of the node and its ancestors; of an empty place, its own bit alone
     scores: Column  # float32 [N], cumulative log-probabilities; -inf in an empty place
-    draft_slots: Column  # int32 [N], where the draft's KV is, counted from the slot after the root; -1 = nowhere
+    draft_slots: Column  # int32 [N], slot of the draft's KV, counted from the slot after the root; -1 = none
 
 
 NODE_DTYPES = NodeColumns(torch.int64, torch.int32, torch.int64, torch.int64, torch.float32, torch.int32)
@@ -177,12 +181,12 @@ NODE_DTYPES = NodeColumns(torch.int64, torch.int32, torch.int64, torch.int64, to
 
 
 class GrowthReport(NamedTuple):
-    """What it took a draft model to grow the trees of a step, and how sure it was."""
+    """The cost of growing the trees of a step with a draft model, and the model's confidence."""
 
     num_passes: int
-    num_rows: int  # of all these passes
-    seconds: float | None  # of all these passes; None where the host does not wait for them
-    # float32 [R], log-probability of the first child of each root, whether or not it was worth keeping; NaN: not known
+    num_rows: int  # tokens of all these passes
+    seconds: float | None  # duration of all these passes; None where the host does not wait for them
+    # float32 [R], log-probability of the first child of each root, even if it was dropped; NaN: unknown
     first_scores: NDArray[np.float32]
 
 
@@ -190,19 +194,19 @@ class GrowthReport(NamedTuple):
 class DraftTrees:
     """The trees of a step, one per row of its plan, R rows; tensors are on the device that verifies them.
 
-    The host knows how many **places** each tree has, N in total, but not whether it has as many tokens. If it has fewer, its last
-    places are **empty**: children of no node, so that nothing is ever accepted there. Where tensors are in the host's memory, trees
-    are grown without such places, each of which would be a row of the target's pass.
+    The host knows how many **places** each tree has, N in total, but not how many of them hold a token. The others, at the end of a
+    tree, are **empty**: they are children of no node, so that nothing is ever accepted there. Where tensors are in the host's
+    memory, trees have no empty places: each would be a row of the target's pass.
     """
 
     start_loc: Ints  # [R + 1], on the host: prefix sums of places
-    is_chain: Flags  # [R], on the host: whether each node is known to be the child of the one before it
-    is_sampled: Flags  # [R], on the host: whether the tokens were sampled from q
-    has_scores: Flags  # [R], on the host: whether the draft chose the nodes by their scores
+    is_chain: Flags  # [R], on the host: whether the tree is known to be a chain
+    is_sampled: Flags  # [R], on the host: whether its tokens were sampled from q
+    has_scores: Flags  # [R], on the host: whether its nodes were chosen by their scores
     nodes: NodeColumns[Any]  # tensors; arrays if the trees are on the host
     draft_probs: Tensor | None = None  # float32 [any, vocab], the distributions q
-    # int32 [N + R], the row of draft_probs that the children were sampled from: per tree the root's children, then each node's;
-    # arbitrary where there are no children or nothing was sampled
+    # int32 [N + R], rows of draft_probs: per tree that of the root, then those of its nodes; their children were sampled from them.
+    # Arbitrary for leaves, and for trees that were not sampled
     draft_rows: Tensor | None = None
     growth: GrowthReport | None = None  # None: not grown by a draft model
 
@@ -225,16 +229,17 @@ class DraftTrees:
     @lru_cache(maxsize=1024)
     def empty(num_rows: int, device: torch.device | None = None) -> DraftTrees:
         """Return empty trees for all rows, on the device; ``None`` = on the host."""
-        flags, start_loc = np.zeros(num_rows, np.bool_), np.zeros(num_rows + 1, np.int64)
+        flags = np.zeros(num_rows, np.bool_)
+        start_loc = np.zeros(num_rows + 1, np.int64)
         flags.flags.writeable = start_loc.flags.writeable = False  # shared by all steps
-        nodes = allocate_nodes(0, device)
-        return DraftTrees(
-            start_loc, flags, flags, flags, NodeColumns(*(each.numpy() for each in nodes)) if device is None else nodes
-        )
+        nodes: NodeColumns[Any] = allocate_nodes(0, device)
+        if device is None:
+            nodes = NodeColumns(*(column.numpy() for column in nodes))
+        return DraftTrees(start_loc, is_chain=flags, is_sampled=flags, has_scores=flags, nodes=nodes)
 
     @classmethod
     def placeholder_chains(cls, lengths: Sequence[int], upload: Upload, device: torch.device) -> DraftTrees:
-        """Return chains of these lengths, whose tokens are all 0, for passes that are run only to be measured."""
+        """Return chains of these lengths with tokens 0, for passes that are only run to be measured."""
         limits = TreeLimits(lengths, [False] * len(lengths), lengths)
         chains = [DraftTree.chain([0] * length) for length in lengths]
         return cls.of(chains, limits, drafter="profile", vocab_size=1, upload=upload, device=device)
@@ -250,22 +255,22 @@ class DraftTrees:
         upload: Upload,
         device: torch.device,
     ) -> DraftTrees:
-        """Check a drafter's proposal, before it can reach slots or embeddings that are not the request's.
+        """Check a drafter's proposal, before it could touch slots or embeddings outside its request.
 
-        Tokens, slots, shapes, scores and q are checked for `DraftTree`s. `DraftTrees`, whose values may be on a device, are checked
-        for shapes, dtypes and devices; the drafter is responsible for the values: tokens of the vocabulary, parents before their
-        children, no score above its parent's, no equal siblings in sampled trees, and rows of q that exist, at their roots too.
+        Of each `DraftTree`, tokens, slots, shape, scores and q are checked. Of `DraftTrees`, whose values may be on a device, only
+        shapes, dtypes and devices are checked. The drafter is responsible for the values: tokens are in the vocabulary, parents
+        precede their children, no score is above its parent's, siblings of sampled trees differ, and all ``draft_rows`` exist.
 
         Args:
-            proposal: one tree per row of the plan, or all of them ready on the device.
+            proposal: one tree per row of the plan, or all trees on the device.
             limits: of the rows.
-            drafter: its name, for messages.
+            drafter: its name, for errors.
             vocab_size: of the target.
             upload: uploads arrays to the device; ``draft_probs`` must be there already.
             device: where the trees are verified.
 
         Raises:
-            ValueError: with what is wrong, what was found, and what is allowed.
+            ValueError: the proposal breaks a rule; the message has what was found and what is allowed.
         """
         if isinstance(proposal, DraftTrees):
             num_rows = proposal.num_rows
@@ -289,12 +294,13 @@ class DraftTrees:
 
     @classmethod
     def _join(cls, trees: Sequence[DraftTree], upload: Upload) -> DraftTrees:
-        sampled = [tree.draft_probs is not None and tree.num_nodes > 0 for tree in trees]
-        draft_rows, num_inner = [], 0
-        for tree, is_sampled in zip(trees, sampled, strict=True):
+        is_sampled = [tree.draft_probs is not None and tree.num_nodes > 0 for tree in trees]
+        draft_rows = list[Ints]()
+        num_inner = 0  # inner nodes of the sampled trees so far
+        for tree, has_probs in zip(trees, is_sampled, strict=True):
             draft_rows.append(num_inner + tree.topology.inner_rows)
-            num_inner += len(tree.topology.inner) if is_sampled else 0
-        nodes = (
+            num_inner += len(tree.topology.inner) if has_probs else 0
+        columns_of_trees = (  # in the order of `NodeColumns`
             (
                 *(tree.token_ids, tree.parents, tree.topology.depths, tree.topology.ancestor_bits),
                 np.zeros(tree.num_nodes, np.float32) if tree.scores is None else tree.scores,
@@ -302,20 +308,21 @@ class DraftTrees:
             )
             for tree in trees
         )
-        *columns, rows = upload([*map(np.concatenate, zip(*nodes, strict=True)), np.concatenate(draft_rows).astype(np.int32)])
+        columns = map(np.concatenate, zip(*columns_of_trees, strict=True))
+        *nodes, rows = upload([*columns, np.concatenate(draft_rows).astype(np.int32)])
         probs = [tree.draft_probs for tree in trees if tree.draft_probs is not None and tree.num_nodes]
         return cls(
-            np.cumsum([0, *(tree.num_nodes for tree in trees)]),
-            np.array([tree.topology.is_chain for tree in trees]),
-            np.array(sampled),
-            np.array([tree.scores is not None for tree in trees]),
-            NodeColumns(*columns),
-            torch.cat(probs) if probs else None,
-            rows if probs else None,
+            start_loc=np.cumsum([0, *(tree.num_nodes for tree in trees)]),
+            is_chain=np.array([tree.topology.is_chain for tree in trees]),
+            is_sampled=np.array(is_sampled),
+            has_scores=np.array([tree.scores is not None for tree in trees]),
+            nodes=NodeColumns(*nodes),
+            draft_probs=torch.cat(probs) if probs else None,
+            draft_rows=rows if probs else None,
         )
 
     def _check(self, limits: TreeLimits, drafter: str, vocab_size: int, device: torch.device) -> None:
-        """Check what the host knows of trees on the device."""
+        """Check shapes, dtypes, devices and flags, without reading values from the device."""
         name = f"the drafter {drafter!r}"
         for row in np.flatnonzero(self.counts > limits.num_nodes).tolist():
             _check_count(int(self.counts[row]), limits.num_nodes[row], drafter)
@@ -347,15 +354,15 @@ class DraftTrees:
                 )
 
     def on_host(self, nodes: Sequence[NDArray[Any]]) -> DraftTrees:
-        """Return the trees on the host, without their empty places and without q, which stays where it is.
+        """Return the trees on the host, without empty places and without q.
 
         Args:
-            nodes: the node columns, copied to the host.
+            nodes: copies of the node columns on the host.
         """
         return replace(self, nodes=NodeColumns(*nodes), draft_probs=None, draft_rows=None)._without_empty_places()
 
     def packed(self) -> DraftTrees:
-        """Return trees whose tensors are in the host's memory without their empty places, and with all chains known as such."""
+        """Return the trees without empty places, and with `is_chain` set for each chain; tensors must be in the host's memory."""
         trees = self._without_empty_places()
         parents, bounds = np.asarray(trees.nodes.parents), pairwise(trees.start_loc.tolist())
         is_chain = [np.array_equal(parents[first:last], chain_parents(last - first)) for first, last in bounds]
@@ -375,7 +382,7 @@ class DraftTrees:
         """Return the tree of one row, without q; the trees must be on the host."""
         nodes = slice(int(self.start_loc[row]), int(self.start_loc[row + 1]))
         token_ids, parents, *_, scores, draft_slots = (column[nodes] for column in self.nodes)
-        return DraftTree(token_ids, parents, None, draft_slots, scores if self.has_scores[row] else None)
+        return DraftTree(token_ids, parents, draft_slots=draft_slots, scores=scores if self.has_scores[row] else None)
 
 
 def allocate_nodes(num_nodes: int, device: torch.device | None) -> NodeColumns[Tensor]:

@@ -1,4 +1,4 @@
-"""Logits transforms, which change each row of logits, given the tokens before it, before it becomes a distribution.
+"""Logits transforms: change each row of logits by the tokens before it, before it becomes a distribution.
 
 A row of logits predicts the token after its prefix: prompt, output, and the draft tokens from the root down to the row's node.
 Transforms that look back use this prefix, so that a draft token counts for the rows below it as if it had been committed.
@@ -26,16 +26,16 @@ class TransformedRows:
 
     params: SamplingParams
     prompt_token_ids: list[int]
-    distinct_prompt_ids: Ints  # of these, if there is a repetition penalty
+    distinct_prompt_ids: Ints  # int64, distinct tokens of the prompt; may be empty without a repetition penalty
     output_token_ids: list[int]
     paths: Mapping[int, list[int]]  # row -> draft tokens after the output, down to the row's node; empty at the root
 
 
 class TransformResult(NamedTuple):
-    """Transformed logits, and what failed."""
+    """Transformed logits, and errors."""
 
     logits: Tensor  # float32 [L, vocab]; NaN in the rows that have an error
-    errors: dict[int, str]  # of the users' processors, by row
+    errors: dict[int, str]  # raised by users' processors, by row
 
 
 def transform_logits(
@@ -43,11 +43,11 @@ def transform_logits(
 ) -> TransformResult:
     """Apply logit bias, the users' processors, allowed and forbidden tokens, and penalties, in this order.
 
-    They may leave rows from which nothing can be sampled.
+    The result may have rows from which nothing can be sampled.
 
     Args:
         logits: [L, vocab], any float dtype; not changed.
-        requests: those whose options change logits, with their rows.
+        requests: the requests whose options change logits, with their rows.
         forbidden: by row, token ids that must not be sampled.
         upload: uploads arrays to the device of the logits.
     """
@@ -103,7 +103,7 @@ def _check_result(result: object, logits: Tensor) -> None:
 
 
 def _penalize(scores: Tensor, requests: list[TransformedRows], upload: Upload) -> None:
-    """Repetition penalty over prompt, output and path; presence and frequency penalty over output and path."""
+    """Apply repetition penalties over prompt, output and path, presence and frequency penalties over output and path."""
     if not requests:
         return
     params = [each.params for each in requests]
