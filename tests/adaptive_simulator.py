@@ -220,7 +220,7 @@ class Fleet:
         num_ending = sum(text.num_prefill for text in texts)
         num_rows = n + self.chunk + num_ending
         is_alike = self.before == texts and num_rows == n
-        is_alike = is_alike and self._allows_decision()
+        is_alike = is_alike and (self.decision is None or any(map(self._most, texts)))
         if not (is_alike and self.num_repeats):
             self._tell_repeats(policy)
             self.num_repeats = policy.num_repeats if is_alike else 0
@@ -245,7 +245,8 @@ class Fleet:
             return n, seconds, 0
         decision = self.decision
         deciding = machine.deciding[optimum is not getattr(policy, "optimum", None)] if optimum else 0.0
-        most, worths = decision.most_nodes, decision.worths
+        most = [min(count, self._most(text)) for count, text in zip(decision.most_nodes, texts, strict=True)]
+        worths = decision.worths
         chains, num_passes, draft_rows, draft_seconds = self._grow(most, worths, context)
         trees = [
             [node for node in chain if worth is None or node[2] >= worth.node_price]
@@ -287,11 +288,6 @@ class Fleet:
         elif self.repeated:
             policy.observe_repeats(self.repeated)
         self.repeated = []
-
-    def _allows_decision(self) -> bool:
-        if self.decision is None:
-            return True
-        return all(self._most(text) >= most for text, most in zip(self.texts, self.decision.most_nodes, strict=True))
 
     def _most(self, text: Text) -> int:
         return self.max_nodes if text.num_left is None else max(0, min(self.max_nodes, text.num_left - 1))

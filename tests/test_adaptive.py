@@ -221,27 +221,47 @@ def test_drafting_comes_back_when_it_pays_and_catches_up(zoo: Zoo, monkeypatch: 
 
 
 @pytest.mark.parametrize(("draft", "temperature"), [("llama~", 0.0), ("llama~", 1.0), ("short", 0.0)])
-def test_decisions_are_repeated_only_for_requests_that_may_draft_as_much(
+def test_repeated_decisions_are_cut_to_what_requests_may_draft(
     zoo: Zoo, draft: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each ends at another step, and drafts less and less before it; drafts may be sampled; or the length of the draft ends."""
     Machine(monkeypatch, {0: 0.01})
-    engine, found = adaptive_engine(zoo, draft, **AMPLE | {"draft_sampling": "auto"}), Counter[bool]()
+    engine, found = adaptive_engine(zoo, draft, **AMPLE | {"draft_sampling": "auto"}), Counter[str]()
     adaptive, drafter = engine.adaptive, engine.drafter
     assert adaptive is not None and isinstance(drafter, DraftModelDrafter)
 
-    def note(plan: StepPlan, _: Acceptance) -> None:
+    def note(plan: StepPlan, acceptance: Acceptance) -> None:
         is_repeated = adaptive._repeats and adaptive.controller.optimum.drafts
+        found["repeated" if is_repeated else "decided"] += 1
+        room = [max(0, min(each.num_remaining_tokens - 1, drafter.max_len - each.num_tokens)) for each in plan.requests]
+        assert all(count <= most for count, most in zip(acceptance.trees.counts, room, strict=True))
         if is_repeated:
-            for request, count in zip(plan.requests, adaptive.controller._decision.num_nodes, strict=True):
-                assert min(request.num_remaining_tokens - 1, drafter.max_len - request.num_tokens) >= count > 0
-        found[is_repeated] += 1
+            found["cut"] += any(most < count for most, count in zip(room, adaptive._decision.most_nodes, strict=True))
 
     engine.observers.append(note)
-    limits = [72, 76, 80]
+    prompts, limits = [prompt[:9] for prompt in PROMPTS[:3]], [72, 76, 80]
     params = [SamplingParams(temperature=temperature, max_tokens=limit, ignore_eos=True) for limit in limits]
-    output = run_all(engine, [prompt[:9] for prompt in PROMPTS[:3]], params)
-    assert [*map(len, output)] == limits and found[True] > 3 and found[False]
+    output = run_all(engine, prompts, params)
+    assert [*map(len, output)] == limits and found["repeated"] > 3 and found["decided"] and found["cut"]
+    if not temperature:
+        assert output == [zoo.greedy("llama", *each, ignore_eos=True) for each in zip(prompts, limits, strict=True)]
+
+
+def test_a_last_token_is_no_failure_to_draft(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing may be drafted in its step, which repeats no step that drafts; of requests of many lengths, some have one left."""
+    Machine(monkeypatch, {0: 0.01})
+    engine, found = adaptive_engine(zoo, "llama~", **AMPLE), Counter[bool]()
+    adaptive = engine.adaptive
+    assert adaptive is not None
+
+    def note(plan: StepPlan, _: Acceptance) -> None:
+        if adaptive.controller.optimum.drafts and plan.requests[0].num_remaining_tokens == 1:
+            found[adaptive._repeats] += 1
+
+    engine.observers.append(note)
+    for limit in range(40, 52):
+        run_all(engine, [PROMPTS[1][:9]], [greedy(limit, ignore_eos=True)])
+    assert found[False] and not found[True]
 
 
 def test_new_requests_start_at_the_temperature_that_repeated_steps_showed(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -509,6 +529,7 @@ def test_passes_of_a_device_take_what_its_marks_say(zoo: Zoo, monkeypatch: pytes
     curves, outcomes, observe = [PassCost([1, 64], [each] * 2) for each in (7.0, 1.0)], list[Outcome](), Controller.observe
     monkeypatch.setattr("titan.adaptive.profiler.measure", lambda *_: curves)
     monkeypatch.setattr(Controller, "observe", lambda *call: (outcomes.append(call[1]), observe(*call)))
+    monkeypatch.setattr(Controller, "_go_on", lambda *_: None)  # no step is repeated: the controller is told of each
     backend = make_back_end("triton")
     monkeypatch.setattr(backend, "mark", count().__next__)
     monkeypatch.setattr(backend, "seconds_between", lambda marks: [1.0, 0.5, 7.0] if marks == sorted(marks) else [])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import exp, log
-from sys import maxsize
 
 from titan.adaptive.controller import Controller, Decision
 from titan.adaptive.load import Candidate, Load, Outcome
@@ -56,9 +55,10 @@ class AdaptiveSpeculation:
     def decide(self, plan: StepPlan) -> None:
         """Set budgets, worths and reviews of a plan's rows."""
         is_alike = plan.requests == self._last_requests and sum(plan.num_tokens) == len(plan.requests)
+        is_alike = is_alike and (self._decision is RESTING or any(plan.draft_budgets))  # a last token is no failure to draft
         if not (is_alike and self._num_repeats):
             self._tell_repeats()
-            self._num_repeats = min(self.controller.num_repeats, self._num_steps_allowed(plan.requests)) if is_alike else 0
+            self._num_repeats = self.controller.num_repeats if is_alike else 0
         self._repeats = self._num_repeats > 0
         if self._repeats:
             self._num_repeats -= 1
@@ -103,19 +103,6 @@ class AdaptiveSpeculation:
             self._budgets[i] = most
             if worth is not None:
                 self._worths[i] = worth
-
-    def _num_steps_allowed(self, requests: Sequence[Request]) -> int:
-        """Return for how many steps requests may draft what was decided, whatever is accepted."""
-        if self._decision is RESTING:
-            return maxsize
-        if not self._decision.is_steady:
-            return 0
-        num_steps = maxsize
-        for request, most in zip(requests, self._decision.most_nodes, strict=True):
-            if most:
-                num_left = min(request.num_remaining_tokens, self.drafting.max_len + 1 - request.num_tokens)
-                num_steps = min(num_steps, num_left // (1 + most))
-        return num_steps
 
     def _candidate(self, request: Request) -> Candidate:
         history = request.draft_history
