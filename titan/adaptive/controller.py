@@ -68,22 +68,14 @@ class Decision(NamedTuple):
     most_nodes: Sequence[int]  # up to which growth may go on, if it is worth it
     worths: Sequence[Worth | None]  # where growth ends, by confidence; None: at `num_nodes`
     probed: Sequence[int] = ()  # candidates that show whether it would pay, by a node of their own or by a review
+    reviewed: Sequence[int] = ()  # those of them that are reviewed
+    is_probe: bool = False  # whether a probe is all that there is
     is_steady: bool = False  # whether it may be repeated: some draft, the draft was fed all of these, and none is probed
 
     @property
     def drafts(self) -> bool:
         """Whether any candidate drafts."""
         return any(self.num_nodes)
-
-    @property
-    def reviewed(self) -> list[int]:
-        """The probed candidates that are reviewed."""
-        return [i for i in self.probed if not self.num_nodes[i]]
-
-    @property
-    def is_probe(self) -> bool:
-        """Whether a probe is all that there is."""
-        return 0 < len(self.probed) == len(self.reviewed) + sum(map(bool, self.num_nodes))
 
 
 class Controller:
@@ -191,6 +183,7 @@ class Controller:
         if drafted and not has_room:
             return _nothing(load)
         self._standing.num_left -= 1
+        is_probe = bool(probed) and not any(num_nodes)
         for i in drafted:
             num_nodes[i] = 1
         most_nodes = [  # of a probe, which has no worth: its node
@@ -199,7 +192,8 @@ class Controller:
         ]
         is_fed = [each.is_fed for count, each in zip(num_nodes, load.candidates, strict=True) if count]
         is_steady = bool(is_fed) and not probed and all(is_fed)
-        return Decision(num_nodes, most_nodes, worths, probed, is_steady)
+        reviewed = [i for i in probed if load.candidates[i].num_reviewable is not None]
+        return Decision(num_nodes, most_nodes, worths, probed, reviewed, is_probe, is_steady)
 
     def _is_plain_due(self) -> bool:
         """Whether a step without drafts should show what such steps cost: the more often, the less drafting gains."""
