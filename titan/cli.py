@@ -56,7 +56,7 @@ WARM_UP_TOKENS = 24
 DTYPE_HELP = f"dtype of weights and KV: {', '.join(DTYPES)} (default: auto)"
 IMPL_HELP = "native: Titan's own decoder; transformers: modules of that library; auto: the former where it can (default: auto)"
 TRUST_HELP = "run the code that a checkpoint comes with"
-REVISION_HELP = "branch, tag or commit of a model on the hub (default: its main branch)"
+REVISION_HELP = "branch, tag or commit of --model on the hub (default: its main branch)"
 
 SAMPLING_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "max_tokens", "ignore_eos")
 """Options of ``titan generate`` that `SamplingParams` takes under the same names."""
@@ -136,7 +136,8 @@ def _run_command(argv: Sequence[str] | None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="titan", description="Speculative decoding for causal language models.")
+    example = 'for example: titan generate "def quicksort(" --compare'
+    parser = argparse.ArgumentParser("titan", description="Speculative decoding for causal language models.", epilog=example)
     parser.add_argument("--version", action="version", version=f"titan {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands.add_parser("generate", help="continue a prompt and show the speed", description=_generate.__doc__))
@@ -180,7 +181,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         "--speculation-target",
         choices=SPECULATION_TARGETS,
         default="throughput",
-        help="what adaptive speculation maximises: tokens/s of all requests, or of each (default: throughput)",
+        help="what adaptive speculation maximises; with one prompt both are the same (default: throughput)",
     )
     add("--max-draft-tokens", type=int, default=6, help="most draft tokens per step (default: 6)")
     add(
@@ -214,18 +215,19 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         "--draft-weight-bits",
         type=weight_bits_of,
         default="auto",
+        metavar="BITS",
         help="8: round the draft's matrices, which a CPU with AVX2 or AVX-512, or a GPU in bfloat16, reads in less time; none: "
         "leave them as they are; auto: 8 where it is faster (default)",
     )
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
-    add("--num-threads", type=int, help="threads on a CPU (default: one per physical core)")
+    add("--num-threads", type=int, help="threads on a CPU (default: one per physical core, at most PyTorch's number)")
     add("--no-warm-up", dest="warm_up", action="store_false", help="on a GPU: compile kernels when they are first needed")
     add("--compare", action="store_true", help="run again without speculation and print the speed-up")
     add("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def _generate(args: argparse.Namespace) -> int:
-    """Continue a prompt and stream the text; then print the speed, the mean acceptance length and the acceptance per depth."""
+    """Continue one prompt, greedily by default, and stream the text; then print the speed, tokens per step and acceptance."""
     draft_model = args.draft_model
     if draft_model is None:
         draft_model = "demo" if args.model == "demo" else "none"

@@ -57,8 +57,8 @@ class ModelOptions:
             instructions), "float32", "bfloat16", "float16", or the torch dtype; "float" and "half" are float32 and float16.
         device: "auto" (CUDA if available, with Triton), "cpu", "cuda", "cuda:N", or the torch device.
         num_threads: threads of a CPU; ``None`` = one per physical core that the process may use, at most as many as PyTorch has.
-            A thread of yours whose first parallel operation in PyTorch runs during a step keeps PyTorch's number of threads there,
-            often 1, until it calls `torch.set_num_threads`, as PyTorch cannot set it for an engine's thread alone.
+            PyTorch cannot set the number for an engine's thread alone: a thread of yours whose first parallel operation in PyTorch
+            runs during a step keeps PyTorch's number there, often 1, until it calls `torch.set_num_threads`.
         seed: for the requests that have none; ``None`` = another one for each engine.
         max_model_len: maximum tokens of a request, prompt and output; ``None`` = the model's positions.
         warm_up: at the start and for each new draft, compile and record all that passes on a GPU need, with a progress bar;
@@ -72,10 +72,10 @@ class ModelOptions:
         trust_remote_code: run the code that a checkpoint comes with, if it is not for Titan's own decoder.
         draft_dtype: as ``dtype``, of the draft model, and of each that `LLM.swap_draft` brings; ``None`` = that of the target.
             Drafters without a model have none.
-        draft_weight_bits: 8 rounds the matrices of draft models to 3 bits of mantissa. A CPU with AVX2 or AVX-512 then reads 8 bits
-            per weight instead of 12 or 16, and so does a GPU in bfloat16 for few rows, where the matrices take half as much memory
-            again. Proposals change a little, the distribution of the output does not. For models of Titan's own decoder; "auto" = 8
-            where that takes less time, else as ``None``; ``None`` = the matrices as they are.
+        draft_weight_bits: 8 rounds the matrices of draft models of Titan's own decoder to 3 bits of mantissa. A CPU with AVX2 or
+            AVX-512 then reads 8 bits each, where others take 16 or 12, and so does a GPU in bfloat16 for few rows, with half as
+            much memory again. What is proposed changes a little, no output's distribution does. "auto" = 8 where that is faster,
+            else as they are; ``None`` = as they are.
     """
 
     dtype: str | torch.dtype = "auto"
@@ -182,10 +182,10 @@ class ScheduleOptions:
         max_num_batched_tokens: maximum tokens of the target in one step, draft tokens included.
         prefill_chunk_size: maximum prompt tokens of one request in one step; ``None`` = as many as the step takes.
         max_prefill_tokens: maximum prompt tokens of all requests in one step; ``None`` = as many as the step takes.
-        max_inter_token_s: target for the seconds between the tokens of a request: by the times that were measured, a step in which
-            requests decode takes only as many prompt tokens as fit, but at least 16. ``None`` = no target; if passes cannot be
-            measured, there is none either, and a warning.
-        scheduling_policy: who starts next: "fcfs", who came first; "priority", by class and deadline
+        max_inter_token_s: seconds between tokens that prompts should keep to: a step in which requests decode takes only as many
+            prompt tokens as its time allows by what steps have taken, and 16 in any case. ``None`` = no such target; nor is there
+            one if passes cannot be measured, of which there is a warning.
+        scheduling_policy: who starts next: "fcfs", in order of arrival; "priority", by class and deadline
             (`titan.schedule.policies.priority`); "fair", users share alike (`titan.schedule.policies.fair`); or a
             `titan.core.policy.SchedulingPolicy`, which belongs to one engine.
         reservation: when a waiting request starts: "on_demand", as soon as the running ones and it have blocks for their next step,

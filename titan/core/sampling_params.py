@@ -68,7 +68,8 @@ class SamplingParams:
         stop_token_ids: tokens that end the output, as the model's end-of-sequence tokens do; the last of ``token_ids``.
         include_stop_str_in_output: leave the stop string, or what a stop token says, in the text.
         min_tokens: number of tokens none of which ends the output, as a stop token or as the last of a stop string.
-        max_tokens: maximum tokens to generate; ``None`` = as many as ``max_model_len`` and the KV cache allow.
+        max_tokens: maximum tokens to generate, by default 16, as in vLLM; ``None`` = as many as ``max_model_len`` and the KV cache
+            allow.
         ignore_eos: continue after an end-of-sequence token.
         detokenize: convert the output to text; without it, the text is empty, and ``stop`` is not allowed.
         skip_special_tokens: leave special tokens out of the text.
