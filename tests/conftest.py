@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, is_hypothesis_test, settings
 
 SLOW = (
-    *("/bench/", "test_packaging", "cpu-", "test_other_processors"),  # kinds of processors below the best
+    *("/bench/", "test_packaging", "test_examples", "cpu-", "test_other_processors"),  # kinds of processors below the best
     *("triton", "sm90", "test_cuda_", "test_memory_profile", "test_tree_attention", "test_attention_planner"),  # its interpreter
     *("distribut", "chi_square", "test_options", "dialled"),  # statistics
     *("test_loading_peaks", "real_vocabulary", "whatever_the_neighbours", "in_bfloat16_too"),  # large, or many, models
