@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,18 +32,28 @@ from titan import LLM
 
 HEAD = """# Families of models
 
-Made by `make families`, with transformers {version}: a tiny random checkpoint of each family of causal language models, whose
-greedy output in float32 on a CPU must be that of transformers' `generate`, token for token: prompts of 1 to 48 tokens, alone and
-together, in chunks, without a draft, with n-grams, and with trees of a draft model, where requests are preempted; see
-[tests/models/parity.py](../tests/models/parity.py). In bfloat16 and float16, log-probabilities of a prompt are about as close to
-those in float32 as transformers' are in the same dtype; see [prompt_logits.py](../tests/models/prompt_logits.py). {summary}
+This page says which families of causal language models run, and how. `make families` made it, with transformers {version}.
 
-*native*: Titan's own decoder; *transformers*: transformers' layers on Titan's paged attention; *gathered*: transformers' layers and
-attention, on keys and values that are gathered for each layer. Of models that take images as well, the language model runs.
+For each family, a tiny random checkpoint must generate, greedily in float32 on a CPU, the tokens of transformers' `generate`: with
+prompts of 1 to 48 tokens, alone and together, in chunks, without a draft, with n-grams, with trees of a draft model, and where
+requests are preempted ([parity.py](../tests/models/parity.py)). In bfloat16 and float16, log-probabilities of a prompt are about
+as close to those in float32 as transformers' are in the same dtype ([prompt_logits.py](../tests/models/prompt_logits.py)).
+
+{summary}
+
+- *native*: Titan's own decoder;
+- *transformers*: transformers' layers on Titan's paged attention;
+- *gathered*: transformers' layers and attention, on keys and values that are gathered for each layer.
+
+Of models that take images as well, the language model runs. Reasons to refuse a family that several have in common:
+
+{notes}
 
 | model type | class | runs | has |
 |---|---|---|---|
 """
+
+QUOTED = re.compile(r"'[^']*'")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +64,20 @@ class Finding:
     runs: str
     reason: str = ""
 
-    def row(self) -> str:
-        """Return the family's row of the table."""
+    @property
+    def common_reason(self) -> str:
+        """The reason, with X in place of what is quoted in it first."""
+        return QUOTED.sub("X", self.reason, count=1)
+
+    def row(self, notes: Mapping[str, int]) -> str:
+        """Return the family's row of the table, with the number of its reason if it is one of the notes."""
         model_type, _, variant = self.family.name.partition(":")
         classes: dict[str, str] = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
         name = f"`{model_type}`" + (f" ({variant.replace('_', ' ')})" if variant else "")
-        return f"| {name} | {classes[model_type]} | {self.runs} | {'; '.join(filter(None, (self.family.notes, self.reason)))} |"
+        quoted, reason = QUOTED.search(self.reason), self.reason
+        if self.common_reason in notes:
+            reason = f"({notes[self.common_reason]})" + (f", X={quoted[0]}" if quoted else "")
+        return f"| {name} | {classes[model_type]} | {self.runs} | {'; '.join(filter(None, (self.family.notes, reason)))} |"
 
 
 def try_family(checkpoint: Checkpoint) -> Finding:
@@ -83,9 +101,12 @@ def try_family(checkpoint: Checkpoint) -> Finding:
 def table(findings: list[Finding]) -> str:
     """Return the page."""
     counts = Counter(finding.runs for finding in findings)
-    summary = f"Of {len(findings)}, " + ", ".join(f"{count} {runs}" for runs, count in counts.most_common()) + "."
-    rows = [finding.row() for finding in findings]
-    return HEAD.format(version=transformers.__version__, summary=summary) + "\n".join((*rows, "", *_not_tried(), ""))
+    summary = f"Of {len(findings)}: " + ", ".join(f"{count} {runs}" for runs, count in counts.most_common()) + "."
+    reasons = Counter(finding.common_reason for finding in findings if finding.reason)
+    notes = {reason: number for number, reason in enumerate([reason for reason, count in reasons.items() if count > 1], start=1)}
+    rows = [finding.row(notes) for finding in findings]
+    listed = "\n".join(f"- ({number}) {reason}" for reason, number in notes.items())
+    return HEAD.format(version=transformers.__version__, summary=summary, notes=listed) + "\n".join((*rows, "", *_not_tried(), ""))
 
 
 def _not_tried() -> Iterator[str]:
