@@ -16,6 +16,7 @@ from titan.adaptive.controller import Controller, Decision
 from titan.adaptive.costs import Costs
 from titan.adaptive.load import Candidate, Load, Outcome
 from titan.adaptive.pass_cost import PassCost
+from titan.adaptive.repeats import Listener, Repeats
 from titan.core.draft_history import AcceptanceCounts
 from titan.core.growth import Worth
 from titan.draft.draft_model import MAX_REVIEWED
@@ -118,23 +119,18 @@ class Text:
             self.is_easy = not self.is_easy
 
 
-class Policy(Protocol):
+class Policy(Listener, Protocol):
     """What decides in a step: the controller, or a rule to compare it with."""
 
     fleet: AcceptanceCounts
-    num_repeats: int
 
     def rest(self, num_requests: int, num_rows: int, num_new: int) -> bool: ...
 
     def observe_rest(self, load: Load, num_requests: int, outcome: Outcome) -> None: ...
 
-    def repeat_rest(self, num_steps: int) -> None: ...
-
     def choose(self, load: Load) -> Decision: ...
 
     def observe(self, outcome: Outcome) -> None: ...
-
-    def observe_repeats(self, outcomes: Sequence[Outcome]) -> None: ...
 
 
 class Fixed:
@@ -195,8 +191,7 @@ class Fleet:
     has_drafted: bool = False
     before: list[Text] = field(default_factory=list)  # those of the last step, if each had one row
     decision: Decision | None = None  # of the last step; None: it was a rest
-    num_repeats: int = 0  # next steps that may do as it, if they are of the same texts
-    repeated: list[Outcome] = field(default_factory=list)  # of those that did, which the policy was not told of
+    repeats: Repeats | None = None  # of the policy of the last step
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
@@ -221,14 +216,12 @@ class Fleet:
         num_rows = n + self.chunk + num_ending
         is_alike = self.before == texts and num_rows == n
         is_alike = is_alike and (self.decision is None or any(map(self._most, texts)))
-        if not (is_alike and self.num_repeats):
-            self._tell_repeats(policy)
-            self.num_repeats = policy.num_repeats if is_alike else 0
-        repeats = self.num_repeats > 0
-        self.num_repeats -= repeats
+        if self.repeats is None or self.repeats.controller is not policy:
+            self.repeats = Repeats(policy)
+        is_repeat = self.repeats.begin(is_alike)
         self.before = texts[:] if num_rows == n else []
         optimum = getattr(policy, "optimum", None)
-        if not repeats:
+        if not is_repeat:
             rests = policy.rest(n, num_rows - num_ending, sum(text.num_prefill > 0 for text in texts))
             load = Load(() if rests else [self._candidate(text) for text in texts], num_rows, context, num_ending)
             self.decision = None if rests else policy.choose(load)
@@ -238,8 +231,8 @@ class Fleet:
             for text in texts:
                 text.advance(1, False, self.rng)
             outcome = Outcome(0, 0, 0, 0, seconds, 0.0, target_seconds)
-            if repeats:
-                self.repeated.append(outcome)
+            if is_repeat:
+                self.repeats.note_rest()
             else:
                 policy.observe_rest(load, n, outcome)
             return n, seconds, 0
@@ -276,18 +269,11 @@ class Fleet:
             text.advance(1 + length, bool(chain), self.rng)
         passes = num_passes, draft_rows
         outcome = Outcome(total, emitted - n, *passes, seconds, draft_seconds, target_seconds, deciding, *review)
-        if repeats:
-            self.repeated.append(outcome)
+        if is_repeat:
+            self.repeats.note(outcome)
         else:
             policy.observe(outcome)
         return emitted, seconds + deciding, total
-
-    def _tell_repeats(self, policy: Policy) -> None:
-        if self.repeated and self.decision is None:
-            policy.repeat_rest(len(self.repeated))
-        elif self.repeated:
-            policy.observe_repeats(self.repeated)
-        self.repeated = []
 
     def _most(self, text: Text) -> int:
         return self.max_nodes if text.num_left is None else max(0, min(self.max_nodes, text.num_left - 1))

@@ -22,14 +22,16 @@ import torch
 from back_ends import make_back_end
 from machines import Machine
 from stepping import AMPLE, SCARCE, drain, greedy, make_engine, run_all, submit
+from torch import Tensor
 from zoo import VOCAB_SIZE, Zoo, random_prompts
 
 from titan import LLM, SamplingParams
-from titan.adaptive.controller import NUM_PLAIN, Controller
+from titan.adaptive.controller import NUM_PLAIN, REST_STEPS, Controller
 from titan.adaptive.load import Outcome
 from titan.adaptive.measure import measure
 from titan.adaptive.pass_cost import PassCost
 from titan.adaptive.speculation import AdaptiveSpeculation
+from titan.core.batch import RaggedBatch
 from titan.core.draft_history import AcceptanceCounts
 from titan.core.growth import BeamSpec, Feed
 from titan.core.request import Request
@@ -231,7 +233,7 @@ def test_repeated_decisions_are_cut_to_what_requests_may_draft(
     assert adaptive is not None and isinstance(drafter, DraftModelDrafter)
 
     def note(plan: StepPlan, acceptance: Acceptance) -> None:
-        is_repeated = adaptive._repeats and adaptive.controller.optimum.drafts
+        is_repeated = adaptive._repeats.is_repeat and adaptive.controller.optimum.drafts
         found["repeated" if is_repeated else "decided"] += 1
         room = [max(0, min(each.num_remaining_tokens - 1, drafter.max_len - each.num_tokens)) for each in plan.requests]
         assert all(count <= most for count, most in zip(acceptance.trees.counts, room, strict=True))
@@ -256,12 +258,35 @@ def test_a_last_token_is_no_failure_to_draft(zoo: Zoo, monkeypatch: pytest.Monke
 
     def note(plan: StepPlan, _: Acceptance) -> None:
         if adaptive.controller.optimum.drafts and plan.requests[0].num_remaining_tokens == 1:
-            found[adaptive._repeats] += 1
+            found[adaptive._repeats.is_repeat] += 1
 
     engine.observers.append(note)
     for limit in range(40, 52):
         run_all(engine, [PROMPTS[1][:9]], [greedy(limit, ignore_eos=True)])
     assert found[False] and not found[True]
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_repeated_steps_that_run_in_parts_are_decided_on_again(zoo: Zoo, drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is learned of them; memory gets short for two requests at once in the first step that repeats."""
+    Machine(monkeypatch, {0: 0.01 if drafts else 9.0})
+    engine, limits = adaptive_engine(zoo, "llama~", **AMPLE), [90, 90]
+    adaptive, forward, is_short, in_a_row, num_parts = engine.adaptive, engine.runner.forward, False, [0], 0
+    assert adaptive is not None
+
+    def forward_if_there_is_memory(batch: RaggedBatch) -> Tensor:
+        nonlocal is_short, num_parts
+        repeats = adaptive._repeats.is_repeat
+        is_short |= repeats and adaptive.controller.optimum.drafts == drafts
+        if is_short and len(batch.attention.seq_lens) > 1:
+            in_a_row.append(in_a_row[-1] + 1 if repeats else 0)
+            raise torch.OutOfMemoryError("made up")
+        num_parts += is_short
+        return forward(batch)
+
+    monkeypatch.setattr(engine.runner, "forward", forward_if_there_is_memory)
+    assert run_all(engine, PROMPTS[:2], [greedy(limit, ignore_eos=True) for limit in limits]) == written(zoo, limits)
+    assert num_parts > 20 and 0 < max(in_a_row) < REST_STEPS and in_a_row.count(0) > 1
 
 
 def test_new_requests_start_at_the_temperature_that_repeated_steps_showed(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,7 +309,7 @@ def test_new_requests_start_at_the_temperature_that_repeated_steps_showed(zoo: Z
     for prompt in PROMPTS[:4]:
         run_all(engine, [prompt], [greedy(60, ignore_eos=True)])
     assert engine.adaptive is not None
-    assert num_followed + engine.adaptive._num_unfollowed + len(engine.adaptive._repeated) == num_drafting > 40
+    assert num_followed + engine.adaptive._num_unfollowed == num_drafting > 40
 
 
 def test_what_a_drafter_without_a_model_takes_counts(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +331,7 @@ def test_a_drafter_that_is_not_fed_repeats_decisions(zoo: Zoo, monkeypatch: pyte
     engine, repeats = make_engine(zoo.path("llama"), drafter, speculation="adaptive", **AMPLE), Counter[bool]()
     adaptive = engine.adaptive
     assert adaptive is not None
-    engine.observers.append(lambda *_: repeats.update([adaptive._repeats and adaptive.controller.optimum.drafts]))
+    engine.observers.append(lambda *_: repeats.update([adaptive._repeats.is_repeat and adaptive.controller.optimum.drafts]))
     assert run_all(engine, PROMPTS[:3], [greedy(80, ignore_eos=True)] * 3) == written(zoo, [80] * 3)
     assert repeats[True] > repeats[False]
 

@@ -19,6 +19,7 @@ from titan.adaptive.load import Candidate, Load, Outcome
 from titan.adaptive.optimum import DEBT_STEPS, Prices, best
 from titan.adaptive.pass_cost import PassCost
 from titan.adaptive.probes import LEAST_REVIEWED, PROBE_SHARE, Probes
+from titan.adaptive.repeats import Repeats
 from titan.adaptive.standing import DWELL, Standing
 from titan.adaptive.value import PastRequests, Yield, estimate
 from titan.core.draft_history import AcceptanceCounts
@@ -378,6 +379,7 @@ def test_what_rests_cost_is_followed_and_drafts_of_before_count_less() -> None:
         if step == 100:
             before, drafts_before, num_rests = controller.costs.plain_seconds(load), load.candidates[0].counts.num_drafts, 0
         if controller.num_repeats:
+            controller.num_repeats -= 1
             controller.repeat_rest(1)
             num_rests += 1
         elif controller.rest(8, 8):
@@ -400,6 +402,7 @@ def test_steps_like_a_rest_pass_until_something_changes_or_a_probe_is_due() -> N
     for step in range(400):
         is_changed, was_due = step % 50 == 49, controller.is_probe_due  # then there is a prompt, too
         if not is_changed and controller.num_repeats:
+            controller.num_repeats -= 1
             controller.repeat_rest(1)
             assert not was_due
             found["repeats"] += 1
@@ -619,6 +622,17 @@ def test_drafts_that_did_not_come_are_not_repeated() -> None:
     assert not controller.num_repeats
 
 
+def test_a_repeated_step_that_drafted_nothing_is_the_last() -> None:
+    controller, outcome = Mock(num_repeats=5), Outcome(2, 0, 1, 1, 1.0, 0.1, 0.5)
+    repeats, failed = Repeats(controller), outcome._replace(num_nodes=0)
+    for each in (outcome, failed):
+        assert repeats.begin(True)
+        repeats.note(each)
+    controller.num_repeats = 0
+    assert not repeats.begin(True)
+    controller.observe_repeats.assert_called_once_with([outcome, failed])
+
+
 @pytest.mark.parametrize("num_missing", [1, 40])
 def test_a_draft_that_fails_at_every_step_is_given_up(num_missing: int) -> None:
     """Although what it has not been fed excuses a draft that runs passes."""
@@ -739,6 +753,7 @@ def test_drafting_ends_where_it_brings_less_than_was_planned(share: float, tells
         plain = Outcome(0, 0, 0, 0, BIG.host(4, 0) + BIG.target(4, 400), 0.0, BIG.target(4, 400))
         if is_repeated := controller.num_repeats > 0:
             if not controller.optimum.drafts:
+                controller.num_repeats -= 1
                 controller.repeat_rest(1)
                 continue
         elif controller.rest(4, 4):

@@ -124,7 +124,8 @@ class Controller:
         self.num_repeats = 0
         stands = self._standing.begin(num_requests, num_rows, num_new)
         if stands and not self.optimum.drafts and not self._probes.is_due:
-            self._standing.num_left, self._num_rested = self._standing.num_left - 1, self._num_rested + 1
+            self._standing.num_left -= 1
+            self._num_rested += 1
             return True
         if not stands:
             self._standing.num_left = 0
@@ -142,8 +143,9 @@ class Controller:
 
     def repeat_rest(self, num_steps: int) -> None:
         """Take note of steps like the last rest, which are taken to have been as long as that; at most as many as may be."""
-        self.num_repeats, self._standing.num_left = self.num_repeats - num_steps, self._standing.num_left - num_steps
-        self._num_rested, self._num_unseen = self._num_rested + num_steps, self._num_unseen + num_steps
+        self._standing.num_left -= num_steps
+        self._num_rested += num_steps
+        self._num_unseen += num_steps
         self._probes.add_time(num_steps * self._rest_seconds, num_steps)
 
     def choose(self, load: Load, *, has_room: bool = True) -> Decision:
@@ -275,7 +277,8 @@ class Controller:
             self._unlearned.append((self._load, self._decision, total, num_steps))
         else:
             self._unlearned += [(self._load, self._decision, each, 1) for each in outcomes]
-        self._standing.num_left, self._num_since_plain = self._standing.num_left - num_steps, self._num_since_plain + num_steps
+        self._standing.num_left -= num_steps
+        self._num_since_plain += num_steps
         self._go_on(outcomes)
 
     def _go_on(self, outcomes: Sequence[Outcome]) -> None:

@@ -9,6 +9,7 @@ from math import exp, log
 from titan.adaptive.controller import Controller, Decision
 from titan.adaptive.load import Candidate, Load, Outcome
 from titan.adaptive.optimum import Optimum
+from titan.adaptive.repeats import Repeats
 from titan.adaptive.value import own_acceptance
 from titan.core.growth import Worth
 from titan.core.metrics import SpeculationMetrics
@@ -41,42 +42,26 @@ class AdaptiveSpeculation:
     _log_temperature: float | None = None  # mean over the greedy requests of what their draft's probabilities are compared at
     _rows: list[int] = field(default_factory=list)  # of the plan, those that emit tokens
     _last_requests: Sequence[Request] = ()  # those of the last step, if each had one token
-    _repeats: bool = False  # whether the step does as the last one did
-    _num_repeats: int = 0  # next steps that may, if they are of the same requests
-    _repeated: list[Outcome] = field(default_factory=list)  # of those that did, which the controller was not told of
-    _num_rested: int = 0  # the number of those that rested
     _num_unfollowed: int = 0  # repeats with drafts since the last requests' temperatures were followed
     _budgets: list[int] = field(default_factory=list)  # most nodes of each row of the plan
     _worths: dict[int, Worth] = field(default_factory=dict)  # by row
+    _repeats: Repeats = field(init=False)
     _load: Load = field(default_factory=lambda: Load((), 0, 0))
     _decision: Decision = RESTING
     _last_shown: tuple[bool, Optimum] = False, Optimum([], 0.0)  # whether only a probe drafted, when last some might have drafted
+
+    def __post_init__(self) -> None:
+        self._repeats = Repeats(self.controller)
 
     def decide(self, plan: StepPlan) -> None:
         """Set budgets, worths and reviews of a plan's rows."""
         is_alike = plan.requests == self._last_requests and sum(plan.num_tokens) == len(plan.requests)
         is_alike = is_alike and (self._decision is RESTING or any(plan.draft_budgets))  # a last token is no failure to draft
-        if not (is_alike and self._num_repeats):
-            self._tell_repeats()
-            self._num_repeats = self.controller.num_repeats if is_alike else 0
-        self._repeats = self._num_repeats > 0
-        if self._repeats:
-            self._num_repeats -= 1
-        else:
+        if not self._repeats.begin(is_alike):
             self._decide_anew(plan)
         plan.draft_budgets, plan.worths = list(map(min, plan.draft_budgets, self._budgets)), self._worths
         if self._decision is RESTING:
             plan.drafts_prompts = False
-
-    def _tell_repeats(self) -> None:
-        """Tell the controller of the steps that did as the one before them."""
-        if self._decision is RESTING:
-            self.controller.repeat_rest(self._num_rested)
-            self._num_rested = 0
-        elif self._repeated:
-            self.controller.observe_repeats(self._repeated)
-            self._num_unfollowed += len(self._repeated)
-            self._repeated = []
 
     def _decide_anew(self, plan: StepPlan) -> None:
         for request in self._last_requests:
@@ -143,8 +128,8 @@ class AdaptiveSpeculation:
         if self.is_latency:
             for i in self._rows:
                 plan.requests[i].draft_history.tokens_per_step.note(1 + len(acceptance.paths[i]))
-        if self._repeats and self._decision is RESTING:
-            self._num_rested += 1
+        if self._repeats.is_repeat and self._decision is RESTING:
+            self._repeats.note_rest()
             return
         num_nodes, draft_seconds = acceptance.trees.num_nodes, None if growth is None else growth.seconds
         if draft_seconds is None:
@@ -161,10 +146,9 @@ class AdaptiveSpeculation:
             report.num_rows,
             report.seconds,
         )
-        if self._repeats:
-            self._repeated.append(outcome)
-            if not num_nodes:  # what failed is decided on again
-                self._num_repeats = 0
+        if self._repeats.is_repeat:
+            self._repeats.note(outcome)
+            self._num_unfollowed += 1
             return
         if self._decision is RESTING:
             self.controller.observe_rest(self._load, len(self._rows), outcome)
