@@ -124,11 +124,11 @@ class Controller:
         self.num_repeats = 0
         stands = self._standing.begin(num_requests, num_rows, num_new)
         if stands and not self.optimum.drafts and not self._probes.is_due:
-            self._standing.num_left -= 1
+            self._standing.pass_steps(1)
             self._num_rested += 1
             return True
         if not stands:
-            self._standing.num_left = 0
+            self._standing.end()
         return False
 
     def observe_rest(self, load: Load, num_requests: int, outcome: Outcome) -> None:
@@ -143,7 +143,7 @@ class Controller:
 
     def repeat_rest(self, num_steps: int) -> None:
         """Take note of steps like the last rest, which are taken to have been as long as that; at most as many as may be."""
-        self._standing.num_left -= num_steps
+        self._standing.pass_steps(num_steps)
         self._num_rested += num_steps
         self._num_unseen += num_steps
         self._probes.add_time(num_steps * self._rest_seconds, num_steps)
@@ -157,7 +157,7 @@ class Controller:
         """
         self._load, self.num_repeats = load, 0
         if not _are_same(self._compared, [each.counts for each in load.candidates]):
-            self._standing.num_left = 0
+            self._standing.end()
         if self._num_rested:
             self._idle(load.candidates, self._num_rested)
             self._num_rested = 0
@@ -184,7 +184,7 @@ class Controller:
         drafted = [i for i in probed if load.candidates[i].num_reviewable is None]
         if drafted and not has_room:
             return _nothing(load)
-        self._standing.num_left -= 1
+        self._standing.pass_steps(1)
         is_probe = bool(probed) and not any(num_nodes)
         for i in drafted:
             num_nodes[i] = 1
@@ -244,11 +244,11 @@ class Controller:
     def _worth(self, i: int, prices: Prices) -> Worth:
         estimates, price = self._estimates, self.optimum.on_rate / prices.load.candidates[i].weight
         return Worth(
-            estimates.agreements[i],
-            estimates.means[i],
-            price * self.optimum.node_seconds,
-            price * prices.row_seconds,
-            max(price * prices.pass_seconds, 1e-9),
+            agreement=estimates.agreements[i],
+            acceptance=estimates.means[i],
+            node_price=price * self.optimum.node_seconds,
+            row_price=price * prices.row_seconds,
+            pass_price=max(price * prices.pass_seconds, 1e-9),
         )
 
     def observe(self, outcome: Outcome) -> None:
@@ -265,7 +265,7 @@ class Controller:
         if decision.probed or not self.optimum.drafts:
             self._learn()
         if decision.is_probe:
-            self._standing.num_left = 0
+            self._standing.end()
         if decision.is_steady:
             self._go_on([outcome])
 
@@ -277,7 +277,7 @@ class Controller:
             self._unlearned.append((self._load, self._decision, total, num_steps))
         else:
             self._unlearned += [(self._load, self._decision, each, 1) for each in outcomes]
-        self._standing.num_left -= num_steps
+        self._standing.pass_steps(num_steps)
         self._num_since_plain += num_steps
         self._go_on(outcomes)
 

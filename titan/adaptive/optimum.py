@@ -61,7 +61,7 @@ class Prices:
         # of a pass of the draft, without its rows, and of one row more
         self.pass_seconds, self.row_seconds = costs.draft_line(load)
         self.total_weight = sum([each.weight for each in load.candidates])
-        self.plain_seconds = costs.decode_seconds(load)  # prefill is paid for anyway: it only makes further rows dearer
+        self.plain_seconds = costs.decode_seconds(load)  # prefill is paid for anyway: it only makes further rows more expensive
         self.off_rate = self.total_weight / self.plain_seconds
         self.missing_row_seconds = costs.missing_row_seconds(load)
         # of a candidate's first row in the draft's pass, as the debts of those that the draft has not been fed are spread

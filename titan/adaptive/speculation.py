@@ -94,14 +94,14 @@ class AdaptiveSpeculation:
         if history.temperature is None and request.params.is_greedy and self._log_temperature is not None:
             history.start_at(exp(self._log_temperature))
         return Candidate(
-            history.acceptance,
-            self._most_nodes(request),
-            request.num_tokens - request.num_drafted_context if self.drafting.is_fed else 1,
-            request.num_remaining_tokens,
-            self.drafting.stops_early(request),
-            1 / history.tokens_per_step.value if self.is_latency else 1.0,
-            not request.has_transforms,
-            self.drafting.num_reviewable(request),
+            counts=history.acceptance,
+            max_nodes=self._most_nodes(request),
+            num_missing=request.num_tokens - request.num_drafted_context if self.drafting.is_fed else 1,
+            num_remaining=request.num_remaining_tokens,
+            stops_early=self.drafting.stops_early(request),
+            weight=1 / history.tokens_per_step.value if self.is_latency else 1.0,
+            is_typical=not request.has_transforms,
+            num_reviewable=self.drafting.num_reviewable(request),
         )
 
     def _most_nodes(self, request: Request) -> int:
@@ -135,16 +135,16 @@ class AdaptiveSpeculation:
         if draft_seconds is None:
             draft_seconds = times.draft if self.drafting.is_fed else 0.0  # a drafter without a model is a part of the host
         outcome = Outcome(
-            num_nodes,
-            sum(map(len, acceptance.paths)),
-            0 if growth is None else growth.num_passes,
-            0 if growth is None else growth.num_rows,
-            times.recurring,
-            draft_seconds,
-            times.target,
-            times.prepare,
-            report.num_rows,
-            report.seconds,
+            num_nodes=num_nodes,
+            num_accepted=sum(map(len, acceptance.paths)),
+            num_draft_passes=0 if growth is None else growth.num_passes,
+            num_draft_rows=0 if growth is None else growth.num_rows,
+            seconds=times.recurring,
+            draft_seconds=draft_seconds,
+            target_seconds=times.target,
+            deciding_seconds=times.prepare,
+            review_rows=report.num_rows,
+            review_seconds=report.seconds,
         )
         if self._repeats.is_repeat:
             self._repeats.note(outcome)

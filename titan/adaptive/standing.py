@@ -50,10 +50,18 @@ class Standing:
         self._num_new += num_new
         if self._num_nodes:
             is_alike = num_requests == n and num_rows.bit_length() == rows.bit_length() and not self._num_new
-        else:  # more requests and rows only make drafts dearer
+        else:  # more requests and rows only make drafts more expensive
             are_new_few = self._num_new <= (1 - STEADY) * n
             is_alike = num_new > 0 or (are_new_few and num_requests >= STEADY * n and num_rows >= STEADY * rows)
         return is_alike and self.num_left > 0
+
+    def pass_steps(self, num_steps: int) -> None:
+        """Count steps for which the outcome stood."""
+        self.num_left -= num_steps
+
+    def end(self) -> None:
+        """Let the outcome stand no longer."""
+        self.num_left = 0
 
     def note_drafts(self, brought: Sequence[int]) -> None:
         """Add what drafts brought in steps as planned. If it is much less than it was, the outcome stands no longer."""
