@@ -266,11 +266,12 @@ def test_a_policy_that_fails_where_the_first_of_some_requests_ends_costs_no_bloc
 ) -> None:
     params = [greedy(6, ignore_eos=True)] * 4
     expected = [essence(output) for output in llm.generate(PROMPTS, params, use_tqdm=False)]
-    policy = llm.engine.scheduler.policy
+    policy, num_finished = llm.engine.scheduler.policy, llm.metrics().num_finished_requests
     with monkeypatch.context() as patch:
         patch.setattr(policy, "end", Mock(side_effect=[ValueError("out of luck"), *[None] * 3]))
         with pytest.raises(ValueError, match="out of luck"):
             llm.generate(PROMPTS, params, use_tqdm=False)
+    assert llm.metrics().num_finished_requests == num_finished + 4
     assert [essence(output) for output in llm.generate(PROMPTS, params, use_tqdm=False)] == expected
 
 

@@ -121,8 +121,7 @@ class Scheduler:
         if request in self.waiting:
             self.policy.remove(request)
         elif request not in self.running:
-            request.metrics.finished_time = self.clock()
-            self.counters.num_finished_requests += 1
+            self._count_finished(request)
             return
         self._finish(request)
 
@@ -133,9 +132,7 @@ class Scheduler:
         """
         for request in dict.fromkeys(self.in_flight):
             mark_failed(request, error)
-            request.metrics.finished_time = self.clock()
-            self.counters.num_finished_requests += 1
-            self.service.end(request)
+            self._count_finished(request)
             for tell in (self.policy.remove, self.policy.end) if request in self.waiting else (self.policy.end,):
                 with suppress(Exception):  # it may have been told already, or be what failed
                     tell(request)
@@ -332,10 +329,8 @@ class Scheduler:
     def _finish(self, request: Request) -> None:
         """Release what a request held, and let it leave."""
         self._expiries.discard(request)
-        self.counters.num_finished_requests += 1
-        request.metrics.finished_time = self.clock()
+        self._count_finished(request)
         self.kv.free(request)
-        self.service.end(request)
         if request.detokenizer is not None and not isinstance(request.stop_reason, str):
             with fail_if_unreadable(request):
                 request.detokenizer.finish()  # text truncated at a stop string is already complete
@@ -344,6 +339,13 @@ class Scheduler:
             del self.waiting[request]
         else:
             self.running.remove(request)
+
+    def _count_finished(self, request: Request) -> None:
+        """Note when a request has ended, and count it: once, though its end may be interrupted and `end_all` ends it again."""
+        if request.metrics.finished_time is None:
+            request.metrics.finished_time = self.clock()
+            self.counters.num_finished_requests += 1
+            self.service.end(request)
 
 
 def _count(
