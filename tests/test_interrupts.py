@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dis
 import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -23,8 +25,9 @@ from text_tools import make_tokenizer
 from zoo import Zoo, random_prompts
 
 import titan
-from titan import SamplingParams
+from titan import RequestOutput, SamplingParams, step_loop
 from titan.core.policy import SchedulingPolicy
+from titan.core.request import Request
 from titan.core.terms import RequestTerms
 from titan.frontend import FrontEnd
 from titan.kernels.torch import backend as torch_backend
@@ -37,6 +40,7 @@ Place = tuple[str, str, int, int]  # file and function, line, and instruction
 PACKAGE = Path(titan.__file__).parent
 OF_STEPS = ("schedule/", "memory/", "draft/", "verify/", "execute/", "core/", "engine.py")
 OF_CALLERS = ("step_loop.py", "kernels/torch/backend.py")
+OF_ANSWERS = ("step_loop.py", "frontend.py", "output_processor.py", "core/request.py")
 SIGNAL_CHECKS = ("CALL", "CALL_FUNCTION_EX", "RESUME", "JUMP_BACKWARD")
 """Instructions after which Python looks whether there was a signal."""
 
@@ -52,7 +56,7 @@ PARAMS = [
 ]
 PRIORITIES = ["batch", "batch", "normal", "batch", "normal", "critical", "critical"]
 TERMS = [
-    RequestTerms(priority=priority, user="abc"[i % 3], timeout_s=50.0 if i % 4 == 1 else None)
+    RequestTerms(request_id=f"own {i}", priority=priority, user="abc"[i % 3], timeout_s=50.0 if i % 4 == 1 else None)
     for i, priority in enumerate(PRIORITIES)
 ]
 FRESH = PROMPTS[2:5]
@@ -71,12 +75,14 @@ def generate(front_end: FrontEnd, prompts: Sequence[list[int]], params: Sequence
 
 
 def check_serves(front_end: FrontEnd, zoo: Zoo) -> None:
-    """What transformers says comes from an engine that may still have had requests in flight, and has none then."""
+    """What transformers says comes from an engine that may still have had requests in flight, and has none then, nor their ids."""
     expected = [zoo.greedy("llama+text", prompt, 5, ignore_eos=True) for prompt in FRESH]
     assert generate(front_end, FRESH, [greedy(5, ignore_eos=True)] * len(FRESH)) == expected
     while front_end.engine.scheduler.has_unfinished:
         front_end.engine.step()
     front_end.engine.kv.check([])
+    loop = front_end.loop
+    assert not loop._runs and not loop._abandoned and not loop._callers
 
 
 def check_is_empty(front_end: FrontEnd) -> None:
@@ -85,10 +91,9 @@ def check_is_empty(front_end: FrontEnd) -> None:
     for pool in (engine.kv.pool, engine.kv.swap_space.pool):
         pool.check([])
         assert pool.num_blank == pool.num_blocks > 0
-    known = [
-        vars(engine.scheduler.policy).get(name, ()) for name in ("_waiting", "_by_key", "_by_age", "_backlogged", "_in_flight")
-    ]
-    assert not any(map(len, known))
+    policy = vars(engine.scheduler.policy)
+    known = [policy[name] for name in ("_waiting", "_by_key", "_by_age", "_backlogged", "_in_flight") if name in policy]
+    assert known and not any(map(len, known))
 
 
 @contextmanager
@@ -201,3 +206,68 @@ def test_an_interrupt_of_the_callers_loop_leaves_an_engine_that_serves(zoo: Zoo)
         check_serves(front_end, zoo)
         torch.set_num_threads(num_threads)  # an interrupt while it is set back leaves another
     assert sum(strikes) > 0.8 * len(strikes)
+
+
+def test_an_interrupt_of_the_thread_that_leads_costs_no_other_what_is_complete(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream beside it, of a request that has finished, gets its last output, wherever its leader is interrupted."""
+    monkeypatch.setattr(step_loop, "PATIENCE_S", 0.01)  # its wake-up may be lost
+    front_end, visits, finished = make_front_end(zoo, FcfsPolicy()), Counter[Place](), list[Request]()
+    engine, loop = front_end.engine, front_end.loop
+    outputs, errors, step = list[RequestOutput](), list[RuntimeError](), engine.step
+
+    def step_and_tell() -> list[Request]:
+        finished.clear()
+        changed = step()
+        finished.extend(each for each in changed if each.is_finished and each.request_id == "beside")
+        return changed
+
+    monkeypatch.setattr(engine, "step", step_and_tell)
+
+    def generate_beside_stream() -> None:
+        finished.clear()
+
+        def join(*_: Any) -> None:  # inside the first step
+            engine.observers.remove(join)
+            thread.start()
+            while len(loop._callers) < 2:
+                time.sleep(0.001)
+
+        engine.observers.append(join)
+        thread = threading.Thread(target=stream, daemon=True)
+        try:
+            generate(front_end, PROMPTS[:1], [greedy(12, ignore_eos=True, use_speculative=False)])
+        finally:
+            thread.join(60)
+            assert not thread.is_alive(), "it hangs"
+
+    def stream() -> None:
+        try:
+            outputs.extend(front_end.stream(PROMPTS[2], greedy(4, ignore_eos=True, logprobs=1), RequestTerms(request_id="beside")))
+        except RuntimeError as error:
+            errors.append(error)
+
+    def last_of(outputs: list[RequestOutput]) -> tuple[list[int], str, list[str | None]]:
+        """All but numbers that rounding decides."""
+        [completion] = outputs[-1].outputs
+        assert completion.finish_reason == "length" and completion.logprobs is not None
+        total = sum(each[token_id].logprob for each, token_id in zip(completion.logprobs, completion.token_ids, strict=True))
+        assert completion.cumulative_logprob == pytest.approx(total)
+        return (
+            completion.token_ids,
+            completion.text,
+            [each.decoded_token for entry in completion.logprobs for each in entry.values()],
+        )
+
+    with watching(OF_ANSWERS, lambda place: visits.update([place] * len(finished)), by_instruction=True):
+        generate_beside_stream()
+    expected, num_struck = last_of(outputs), 0
+    for place in sorted(visits):
+        for turn in range(visits[place]):
+            outputs.clear()
+            is_due = partial(lambda turns: bool(finished) and next(turns) == 0, count(-turn))
+            with interrupted_at(place, is_due, by_instruction=True) as struck:
+                generate_beside_stream()
+            num_struck += bool(struck)
+            assert last_of(outputs) == expected and not errors, (place, turn)
+            check_serves(front_end, zoo)
+    assert num_struck > len(visits) > 50

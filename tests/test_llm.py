@@ -271,13 +271,15 @@ def test_an_id_is_that_of_one_request_in_flight(llm: LLM) -> None:
     expected = llm.generate(PROMPTS[0], params, False)[0].outputs
     stream = llm.stream(PROMPTS[0], params, request_id="mine")
     assert next(stream).request_id == "mine"
-    num_steps = llm.metrics().num_steps
+    before = llm.metrics()
     for call in (llm.generate, llm.stream):
         with pytest.raises(ValueError, match="request_id='mine' is that of a request in flight"):
             list(call(PROMPTS[1], params, request_id="mine"))
     with pytest.raises(ValueError, match="request_id='mine' is that of a request in flight"):
         llm.generate(PROMPTS[1:3], params, False, request_id=["other", "mine"])
-    assert llm.metrics().num_steps == num_steps and llm.abort("other") == 0
+    after = llm.metrics()
+    assert (after.num_steps, after.num_finished_requests) == (before.num_steps, before.num_finished_requests)
+    assert llm.abort("other") == 0
     *_, last = stream
     assert (last.request_id, last.outputs) == ("mine", expected)
     with pytest.warns(UserWarning, match="prompt 1 was not run"):
@@ -305,6 +307,10 @@ def test_abort_ends_the_completions_that_are_not_even_queued(zoo: Zoo) -> None:
     assert (after.num_running, after.num_waiting, after.num_finished_requests) == (0, 0, 4)
     assert [each.finish_reason for each in last.outputs] == ["abort"] * 4 and last.finished
     assert [len(each.token_ids) for each in last.outputs] == [len(first.outputs[0].token_ids), 0, 0, 0]
+    stream = llm.stream(PROMPTS[0], greedy(40, ignore_eos=True, n=4))
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert llm.metrics().num_finished_requests == 8, "those of a caller that leaves are aborted as well"
     assert len(llm.generate([PROMPTS[0]], greedy(3, ignore_eos=True), False)[0].outputs[0].token_ids) == 3
 
 

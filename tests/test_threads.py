@@ -375,6 +375,39 @@ def test_a_caller_that_an_interrupt_has_cost_its_turn_takes_it(llm: LLM, monkeyp
     assert results == [expected]
 
 
+def test_what_is_called_between_steps_is_called_once_although_its_leader_is_interrupted(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it wakes the caller, who sleeps when a third thread leads."""
+    is_answered, leader = step_loop._Caller.is_answered.fget, threading.get_ident()  # type: ignore[attr-defined]
+
+    def fail(caller: Any) -> bool:
+        if is_answered(caller) and threading.get_ident() == leader:
+            raise KeyboardInterrupt
+        return bool(is_answered(caller))
+
+    def generate_in_vain() -> None:
+        with pytest.raises(RuntimeError, match="a step failed"):
+            generate(llm, "the", greedy(5))
+
+    def call_beside_it() -> None:
+        for i, thread in enumerate(threads):
+            thread.start()
+            await_callers(llm, 2 + i)
+        monkeypatch.setattr(step_loop._Caller, "is_answered", property(fail))
+
+    calls, results = list[int](), list[None]()
+    others = [generate_in_vain, lambda: results.append(llm.frontend.loop.between_steps(lambda: calls.append(1)))]
+    threads = [threading.Thread(target=call, daemon=True) for call in others]
+    in_next_step(llm, call_beside_it)
+    with pytest.raises(KeyboardInterrupt):
+        generate(llm, "in the morning", greedy(30, ignore_eos=True))
+    for each in threads:
+        each.join(WATCHDOG_S)
+    monkeypatch.undo()
+    assert (calls, results) == ([1], [None])
+
+
 @pytest.fixture
 def interruptible() -> Iterator[None]:
     """Ctrl-C interrupts, also where the tests were started in the background, which ignores it."""

@@ -126,13 +126,12 @@ class FrontEnd:
         prompt_token_ids = list(request.prompt_token_ids)  # one copy for all outputs; the engine reads the original
         shown = (0, False)
 
-        def find_output() -> RequestOutput | None:
-            nonlocal shown
-            before, shown = shown, _progress(request)
-            return self._outputs.make_output(request, prompt_token_ids) if shown != before else None
+        def find_output() -> tuple[tuple[int, bool], RequestOutput] | None:
+            progress = _progress(request)
+            return (progress, self._outputs.make_output(request, prompt_token_ids)) if progress != shown else None
 
         with closing(self.loop.run(request.family, find_output)) as outputs:
-            for output in outputs:
+            for shown, output in outputs:  # noqa: B007 - which `find_output` reads; its output may get lost by an interrupt
                 yield output
                 if output.finished:
                     return

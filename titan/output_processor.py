@@ -81,13 +81,12 @@ class OutputProcessor:
 
     def _decode_logprobs(self, request: Request) -> None:
         """Fill in the token text of the logprobs added since the last call."""
-        new = request.new_logprobs()
-        if self._tokenizer is None or not request.params.detokenize:
-            return
-        with fail_if_unreadable(request, self._fail):
-            for entry in new:
-                for token_id, logprob in entry.items():
-                    logprob.decoded_token = self._token_text(token_id)
+        if self._tokenizer is not None and request.params.detokenize:
+            with fail_if_unreadable(request, self._fail):
+                for entry in request.new_logprobs():
+                    for token_id, logprob in entry.items():
+                        logprob.decoded_token = self._token_text(token_id)
+        request.add_up_logprobs()  # last: if this is interrupted, the next output has them
 
     def _fail(self, request: Request, error: str) -> None:
         """End a request with an error; the scheduler has to end one that still runs."""

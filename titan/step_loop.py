@@ -29,12 +29,14 @@ class _Run:
 
     Args:
         requests: all of them.
+        firsts: the first request of each prompt, by id.
         to_queue: those that the scheduler has had no room for yet, in order.
         expiries: times at which requests of them time out, ascending, without those that have passed.
         failure: of a step, which ended those that were in flight; ``None`` = no step failed.
     """
 
     requests: Sequence[Request]
+    firsts: dict[str, Request]
     to_queue: deque[Request]
     expiries: deque[float]
     failure: str | None = None
@@ -93,9 +95,8 @@ class StepLoop:
         self._lock = RLock()  # held by the leader
         self._leader: int | None = None  # the thread that holds the lock
         self._callers: dict[_Caller, None] = {}  # in order of arrival; the leader is among them
-        self._in_flight: dict[str, Request] = {}  # the first request of each prompt, by id
-        self._runs: dict[_Run, None] = {}
-        self._abandoned: deque[Request] = deque()
+        self._runs: dict[_Run, None] = {}  # in flight; changed and read by the leader only
+        self._abandoned: deque[_Run] = deque()  # whose callers have left
         self._failure: str | None = None  # why some work was not completed, which may have left the engine half changed
 
     def run(self, requests: Sequence[Request], find_news: Callable[[], T | None]) -> Generator[T]:
@@ -104,7 +105,7 @@ class StepLoop:
         The requests that are unfinished then are aborted, at the latest after the step that runs.
 
         Args:
-            requests: not queued yet; that is done as the waiting queue has room, and callers take turns.
+            requests: with different ids, not queued yet; that is done as the waiting queue has room, and callers take turns.
             find_news: called between steps, perhaps by another thread; must not wait.
 
         Raises:
@@ -113,29 +114,34 @@ class StepLoop:
             RuntimeError: as `between_steps`.
         """
         expiries = sorted(each.expiry for each in requests if each.expiry is not None)
-        run, scheduler = _Run(requests, deque(requests), deque(expiries)), self.engine.scheduler
-        firsts = [each for each in requests if not each.index]
+        firsts = {each.request_id: each for each in requests if not each.index}
+        run, scheduler = _Run(requests, firsts, deque(requests), deque(expiries)), self.engine.scheduler
 
         def ask() -> T | None:
+            if run not in self._runs:
+                self._register(run)
             run.check()
             run.put_overdue_first(scheduler)
             run.queue(scheduler)
             return find_news()
 
         try:
-            for first in firsts:
-                if self._in_flight.setdefault(first.request_id, first) is not first:
-                    raise ValueError(f"request_id={shown(first.request_id)} is that of a request in flight: allowed is another one")
-            self._runs[run] = None
             while True:
                 yield self._wait(ask)
         finally:
-            for first in firsts:
-                if self._in_flight.get(first.request_id) is first:
-                    del self._in_flight[first.request_id]
-            self._runs.pop(run, None)
-            run.to_queue.clear()  # lest a leader that is asking just now queues more
-            self._abandon([request for request in requests if not request.is_finished])
+            self._abandoned.append(run)  # in no function of its own: an interrupt may strike at the beginning of one
+            self._hand_over()
+
+    def _register(self, run: _Run) -> None:
+        """Add a run to those in flight.
+
+        Raises:
+            ValueError: a request in flight has the id of one of its requests.
+        """
+        for other in self._runs:
+            for request_id in run.firsts.keys() & other.firsts.keys():
+                raise ValueError(f"request_id={shown(request_id)} is that of a request in flight: allowed is another one")
+        self._runs[run] = None
 
     def between_steps(self, function: Callable[[], T]) -> T:
         """Call a function before the next step, perhaps in another thread, and return its result.
@@ -152,16 +158,16 @@ class StepLoop:
             RuntimeError: as `between_steps`.
         """
         scheduler = self.engine.scheduler
+        wanted = None if request_ids is None else {*request_ids}
 
         def abort_families() -> int:
             num_aborted = 0
-            for request_id, first in tuple(self._in_flight.items()):  # a copy: other threads come and leave
-                if request_ids is not None and request_id not in request_ids:
-                    continue
-                unfinished = [each for each in first.family if not each.is_finished]
-                for each in unfinished:
-                    scheduler.abort(each, "abort_all() was called" if request_ids is None else f"abort({request_id!r}) was called")
-                num_aborted += bool(unfinished)
+            for run in self._runs:
+                for request_id in run.firsts if wanted is None else run.firsts.keys() & wanted:
+                    unfinished = [each for each in run.firsts[request_id].family if not each.is_finished]
+                    for each in unfinished:
+                        scheduler.abort(each, "abort_all() was called" if wanted is None else f"abort({request_id!r}) was called")
+                    num_aborted += bool(unfinished)
             return num_aborted
 
         return self.between_steps(abort_families)
@@ -170,7 +176,7 @@ class StepLoop:
         """Return the engine's metrics; requests that its scheduler has no room for yet count as waiting."""
 
         def measure() -> EngineMetrics:
-            num_held = sum(not each.is_finished for run in tuple(self._runs) for each in tuple(run.to_queue))
+            num_held = sum(not each.is_finished for run in self._runs for each in run.to_queue)
             metrics = self.engine.metrics()
             return replace(metrics, num_waiting=metrics.num_waiting + num_held)
 
@@ -231,7 +237,7 @@ class StepLoop:
         """Do work as the leader; if it fails or is interrupted, the next leader ends all requests first: it is half done."""
         if self._failure is not None:
             in_flight = {*self.engine.scheduler.in_flight}
-            for run in tuple(self._runs):
+            for run in self._runs:
                 if not in_flight.isdisjoint(run.requests):
                     run.failure = self._failure
             self.engine.end_all(self._failure)
@@ -250,7 +256,8 @@ class StepLoop:
             has_answered = False
             for caller in tuple(self._callers):
                 try:
-                    caller.answer = caller.ask()
+                    if not caller.is_answered:  # by a leader who was interrupted before it woke the caller
+                        caller.answer = caller.ask()
                 except Exception as error:  # noqa: BLE001 - it is raised in the caller's thread
                     caller.errors.append(error)
                 if caller.is_answered:
@@ -273,23 +280,22 @@ class StepLoop:
         if caller.has_left:  # just now, in its own thread
             self._callers.pop(caller, None)
 
-    def _abandon(self, requests: Sequence[Request]) -> None:
-        """Abort requests that nobody waits for, at the latest after the step that runs.
+    def _abort_abandoned(self) -> None:
+        """Abort the requests that nobody waits for; those of a run that was refused were never in flight."""
+        while self._abandoned:
+            run = self._abandoned[0]
+            if run in self._runs:
+                for request in run.requests:
+                    if not request.is_finished:
+                        self.engine.scheduler.abort(request)
+                del self._runs[run]
+            self._abandoned.popleft()  # now that this is done: an interrupt must not lose it
+
+    def _hand_over(self) -> None:
+        """Unless another thread leads, do what was left for a leader, and wake the caller that leads next.
 
         Never waits: finalizers call it, at any time, in any thread, and inside a step.
         """
-        self._abandoned.extend(requests)
-        self._hand_over()
-
-    def _abort_abandoned(self) -> None:
-        scheduler = self.engine.scheduler
-        while self._abandoned:
-            request = self._abandoned.popleft()
-            if request in scheduler.running or request in scheduler.waiting:
-                scheduler.abort(request)
-
-    def _hand_over(self) -> None:
-        """Unless another thread leads, do what was left for a leader, and wake the caller that leads next."""
         try:
             while (self._abandoned or self._failure is not None) and self._lead(self._abort_abandoned):
                 pass

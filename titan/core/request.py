@@ -78,7 +78,7 @@ class Request:
     error: str | None = None  # why the request was aborted or failed
     logprobs: list[dict[int, Logprob]] | None = field(init=False)  # of each output token, if requested
     prompt_logprobs: list[dict[int, Logprob] | None] | None = field(init=False)  # of each prompt token, at the first sibling
-    cumulative_logprob: float = field(default=0.0, init=False)  # sum over the output tokens that `new_logprobs` has returned
+    cumulative_logprob: float = field(default=0.0, init=False)  # sum over the output tokens that `add_up_logprobs` has added
     _num_read_logprobs: int = field(default=0, init=False)
     _num_read_prompt_logprobs: int = field(default=0, init=False)
     _distinct_prompt_ids: Ints | None = field(default=None, init=False)
@@ -159,16 +159,20 @@ class Request:
         return range(max(start, len(self.prompt_logprobs) - 1), min(start + num_tokens, self.num_prompt_tokens - 1))
 
     def new_logprobs(self) -> list[dict[int, Logprob]]:
-        """Return the logprobs of prompt and output that were added since the last call; sum those of the output tokens."""
+        """Return the logprobs of tokens, of prompt and output, that were added since `add_up_logprobs` was called last."""
         of_prompt, of_output = self.prompt_logprobs or [], self.logprobs or []
         new = [entry for entry in of_prompt[self._num_read_prompt_logprobs :] if entry is not None]
-        first = self._num_read_logprobs
+        return new + of_output[self._num_read_logprobs :]
+
+    def add_up_logprobs(self) -> None:
+        """Add the new ones of output tokens to the cumulative logprob: in full, or not at all if this is interrupted."""
+        num_of_prompt, of_output = len(self.prompt_logprobs or ()), self.logprobs or []
+        first, cumulative = self._num_read_logprobs, self.cumulative_logprob
         for token_id, entry in zip(self.token_ids[self.num_prompt_tokens + first :], of_output[first:], strict=False):
-            self.cumulative_logprob += entry[token_id].logprob
-            new.append(entry)
-        self._num_read_prompt_logprobs = len(of_prompt)
-        self._num_read_logprobs = len(of_output)
-        return new
+            cumulative += entry[token_id].logprob
+        num_of_output = len(of_output)
+        self.cumulative_logprob = cumulative
+        self._num_read_prompt_logprobs, self._num_read_logprobs = num_of_prompt, num_of_output
 
     @property
     def is_finished(self) -> bool:
