@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from titan.core.arrays import Ints
-from titan.core.growth import Feed, GrowthSpec
+from titan.core.growth import BeamSpec, Feed, GrowthSpec
 from titan.core.kv_tensor import KVTensor
 from titan.core.trees import DraftTrees, GrowthReport
 from titan.kernels.growth import Forward, root_batch
@@ -128,14 +128,14 @@ class DraftChains:
         self._scores, self._temperatures = zeros(most, dtype=torch.float32), zeros(most, dtype=torch.float32).fill_(1)
 
     def can_grow(self, feeds: Sequence[Feed]) -> bool:
-        """Whether there are trees to grow, all along one chain and as many siblings, within the bounds of the graphs."""
+        """Whether there are trees to grow, all along one chain, beams with as many siblings, within the bounds of the graphs."""
         specs = [feed.spec for feed in feeds if feed.spec is not None]
-        of_specs = {children_per_node(spec) for spec in specs}
+        beams = {spec.num_children for spec in specs if isinstance(spec, BeamSpec)}
         most_rows, most_blocks = self._tables.tensor.shape
         is_bounded = len(feeds) <= most_rows and max(map(_num_fed, feeds)) <= self._max_fed
         table = feeds[0].block_table
         width = max(len(feed.block_ids) for feed in feeds) if table is None else table.shape[1]
-        return bool(specs) and 0 not in of_specs and len(of_specs - {1}) <= 1 and is_bounded and width <= most_blocks
+        return bool(specs) and all(map(children_per_node, specs)) and len(beams) <= 1 and is_bounded and width <= most_blocks
 
     def grow(self, forward: Forward, feeds: Sequence[Feed], num_rows: int, vocab_size: int) -> DraftTrees:
         """Grow trees as `can_grow` accepts them, the same ones as `titan.kernels.growth.grow_by_passes`, whose arguments these are.

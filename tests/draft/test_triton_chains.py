@@ -107,6 +107,7 @@ def test_beams_consider_more_children_than_there_are_tokens(zoo: Zoo, vocab_size
 OTHERS = {
     "beam": [*beams(3), BeamSpec(6, 4, 2, 3, 1.0)],
     "siblings": [*beams(2, num_children=2), *beams(3)],
+    "no siblings": [*beams(2, num_children=1), *beams(3)],
     "priced": [*beams(4), BeamSpec(4, 4, 1, 3, 1.0, Worth(1.0, 0.8, 0.05, 0.01, 0.3))],
     "star": [*chains(3), filled(np.array([-1, -1], np.int32))],
     "sampled": [*chains(3), replace(filled(chain_parents(3)), params=SamplingParams())],
