@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, Gener
 from titan import LLM
 from titan.core.options import ModelOptions
 from titan.model_info import model_facts
-from titan.models import loader
+from titan.models import loader, stored
 from titan.models.config import as_token_ids
 from titan.models.files import ModelFiles
 from titan.models.hf.describe import COUNTS_FROM_PADDING, describe, empty_model
@@ -138,8 +138,8 @@ def test_configs_are_described_once_and_headers_of_weights_are_read_once(
     def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **options: calls.append(name) or function(*args, **options)  # type: ignore[func-returns-value]
 
-    for name in ("describe", "find_tensors"):
-        monkeypatch.setattr(loader, name, counted(name, getattr(loader, name)))
+    for module, name in ((loader, "describe"), (loader, "find_tensors"), (stored, "find_tensors")):
+        monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
     LLM(checkpoint.path, checkpoint.path, device="cpu", dtype="float32", warm_up=False, max_model_len=64)
     assert checkpoint.model.config.tie_word_embeddings == (not is_described)
     assert sorted(calls) == ["describe"] * 2 * is_described + ["find_tensors"] * 2, "of the target and of the draft"

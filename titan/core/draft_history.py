@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count, takewhile
 from math import exp
 
 LONGEST_MEMORY = 0.97
@@ -16,7 +17,9 @@ that trees of six nodes start as chains."""
 CALIBRATION_RATE = 0.3
 """Step of the logarithm of the temperature per surprise of 1, once the temperature is about right."""
 
-FURTHER_AT_FIRST = tuple(2.0 / (1 + num_before / 2) - CALIBRATION_RATE for num_before in range(12))
+FURTHER_AT_FIRST = tuple(
+    takewhile(lambda further: further > 0, (2.0 / (1 + num_before / 2) - CALIBRATION_RATE for num_before in count()))
+)
 """Additions to this step for the first surprises, one each."""
 
 CALIBRATED_CONFIDENCES = 4
