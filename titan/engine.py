@@ -25,7 +25,6 @@ from titan.core.kv_tensor import KVLayout, KVTensor
 from titan.core.metrics import EngineCounters, EngineMetrics
 from titan.core.options import EngineConfig, ModelOptions
 from titan.core.out_of_memory import is_out_of_memory
-from titan.core.policy import SchedulingPolicy
 from titan.core.process import check_process
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
@@ -103,7 +102,7 @@ class Engine:
         """Load the models, allocate the caches and connect the parts."""
         config, backend, block_size = self.config, self.backend, self.config.memory.block_size
         backend.check_limits(block_size=block_size, max_batch_size=config.schedule.max_batch_size)
-        if isinstance(policy := config.schedule.scheduling_policy, SchedulingPolicy):
+        if not isinstance(policy := config.schedule.scheduling_policy, str):
             self._claims.take("scheduling_policy", policy)
         self.passes = PassCounts()
         self._tokenizer = tokenizer
@@ -359,8 +358,8 @@ class Engine:
     def end_all(self, error: str) -> None:
         """End all requests in flight with an error, and empty the KV cache and the swap space.
 
-        This puts the engine in order after an exception or an interrupt anywhere in a step, or in a change between two steps. If
-        this is interrupted itself, it must be called again.
+        This puts the engine in order after a step that failed, or after an interrupt in a step or in a change between two. If this
+        is interrupted itself, it must be called again.
         """
         self.kv.lose_content(self.scheduler.in_flight)
         self.scheduler.end_all(error)

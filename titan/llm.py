@@ -30,17 +30,18 @@ class LLM:
 
     All methods may be called from several threads at once: their requests run in one batch. One of the waiting threads steps for
     all, so that logits processors and drafters may run in any of them. Calls from inside a step, and in a process forked from
-    one that has made an `LLM`, raise a `RuntimeError`. If a step fails or is interrupted, all calls in flight fail: the one that
-    made the step with the error itself, the others with a `RuntimeError` that names it. The next calls are served.
+    one that has made an `LLM`, raise a `RuntimeError`. If a step fails or is interrupted, all calls with requests that run or
+    wait in the queue fail: the one that made the step with the error itself, the others with a `RuntimeError` that names it. The
+    next calls are served.
 
     Args:
         model: "demo" (ships with the package), a folder in Hugging Face format, or a hub id.
         draft_model: "demo", a folder or hub id of a model whose vocabulary is the target's or has enough of its tokens, "ngram"
-            (prompt lookup), a `titan.draft.base.Drafter`, or ``None`` for no speculation.
+            (prompt lookup), a `titan.draft.base.Drafter`, or ``None``, the default, for no speculation.
         tokenizer: folder or hub id of the tokenizer; ``None`` = the model's.
         options: ``device``, ``max_draft_tokens``, ``max_batch_size`` and the other fields of `ModelOptions`,
-            `SpeculationOptions`, `ScheduleOptions` and `MemoryOptions`, documented in `titan.core.options`; some may be given under
-            vLLM's names, which `titan.vllm_names` lists.
+            `SpeculationOptions`, `ScheduleOptions` and `MemoryOptions`, documented in `titan.core.options` and listed in
+            docs/options.md; some may be given under vLLM's names, which `titan.vllm_names` lists.
 
     Raises:
         TypeError: there is no option of a name.

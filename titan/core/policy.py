@@ -43,7 +43,10 @@ class SchedulingPolicy(Protocol):
         """
 
     def end(self, request: Request) -> None:
-        """Note that a request, which waits no more, has finished, was aborted or failed."""
+        """Note that a request, which waits no more, has finished, was aborted or failed.
+
+        It may be called twice for a request, if its end failed or was interrupted.
+        """
 
     @abstractmethod
     def victim(self, running: Sequence[Request], now: float) -> Request:

@@ -24,7 +24,7 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"  # by the caller or its time-out
-    ERROR = "error"  # of this request: others go on
+    ERROR = "error"  # of this request alone, or of a step, which ends all in flight
 
 
 class Detokenizer(Protocol):
