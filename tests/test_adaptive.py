@@ -203,6 +203,21 @@ def test_off_is_an_engine_without_a_draft_but_for_probes(
     assert {machine.choices[step] for step in probes} <= {"probe"} and len(probes) < 0.2 * len(seen.rows)
 
 
+def test_a_review_that_is_due_reserves_no_room(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It verifies nothing more, unlike the node that a drafter without reviews drafts instead."""
+    Machine(monkeypatch, {0: 2.0})
+    engine, reserved = adaptive_engine(zoo, "llama~", **AMPLE), Counter[bool]()
+    adaptive = engine.adaptive
+    assert adaptive is not None
+
+    def look(step: int) -> None:
+        if step >= 40 and adaptive.controller.is_probe_due:
+            reserved[adaptive.num_reserved > 0] += 1
+
+    run_all(engine, PROMPTS[:4], [greedy(200, ignore_eos=True)] * 4, before_step=look)
+    assert reserved[False] and not reserved[True]
+
+
 def test_drafting_comes_back_when_it_pays_and_catches_up(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row beyond eight costs as much as eight: eight requests and more have no room for drafts, two have."""
     Machine(monkeypatch, target=lambda rows: 1.0 + max(0.0, rows - 8))
