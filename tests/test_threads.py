@@ -375,6 +375,34 @@ def test_a_caller_that_an_interrupt_has_cost_its_turn_takes_it(llm: LLM, monkeyp
     assert results == [expected]
 
 
+def test_a_caller_that_an_interrupt_dropped_is_asked_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that leads is interrupted while it puts the other last."""
+    put_last, results, errors = StepLoop._put_last, list[Any](), list[str]()
+
+    def fail(loop: StepLoop, caller: Any) -> None:
+        if len(loop._callers) == 2 and not errors:
+            loop._callers.clear()  # the other one too: nothing may depend on who was moved
+            errors.append("struck")
+            raise KeyboardInterrupt
+        put_last(loop, caller)
+
+    def wait_for_the_end() -> None:
+        try:
+            generate(llm, "the", greedy(50))
+        except RuntimeError as error:
+            results.append(str(error))
+
+    other = threading.Thread(target=wait_for_the_end, daemon=True)
+    in_next_step(llm, lambda: (other.start(), await_callers(llm, 2)))
+    monkeypatch.setattr(step_loop, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(StepLoop, "_put_last", fail)
+    with pytest.raises(KeyboardInterrupt):
+        generate(llm, "in the morning", greedy(30))
+    other.join(WATCHDOG_S)
+    monkeypatch.undo()
+    assert errors and len(results) == 1 and "a step failed, which ended all requests in flight" in results[0]
+
+
 def test_what_is_called_between_steps_is_called_once_although_its_leader_is_interrupted(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -200,8 +200,8 @@ class StepLoop:
         self.check_caller()
         caller = _Caller(ask)
         try:
-            self._callers[caller] = None
             while not caller.is_answered:
+                self._callers[caller] = None  # again, if another thread was interrupted while it put this one last
                 if not self._lead(lambda: self._step_for(caller)):
                     with suppress(Empty):
                         caller.woken.get(timeout=PATIENCE_S)
