@@ -98,10 +98,12 @@ class CompiledRunner(TorchRunner):
         return self._grow(feeds, num_rows, vocab_size)
 
     def _is_compiled(self, feeds: Sequence[Feed]) -> bool:
-        """Whether there are trees, and samples are from uncut distributions."""
+        """Whether there are trees, and all are beams, or shapes whose samples are from uncut distributions."""
         specs = [feed.spec for feed in feeds if feed.spec is not None]
-        is_uncut = all(not isinstance(spec, ShapeSpec) or spec.params is None or not spec.params.has_cuts for spec in specs)
-        return bool(specs) and is_uncut
+        return bool(specs) and all(
+            isinstance(spec, BeamSpec) or (isinstance(spec, ShapeSpec) and not (spec.params is not None and spec.params.has_cuts))
+            for spec in specs
+        )
 
     def _grow(self, feeds: Sequence[Feed], num_rows: int, vocab_size: int) -> DraftTrees:
         trees, num_probs = list[tuple[Any, ...]](), 0

@@ -57,7 +57,7 @@ def children_per_node(spec: GrowthSpec) -> int:
     """
     if isinstance(spec, BeamSpec):
         return spec.num_children if spec.width == 1 and spec.worth is None else 0
-    return int(spec.plan.shape.is_chain and spec.params is None)
+    return int(isinstance(spec, ShapeSpec) and spec.plan.shape.is_chain and spec.params is None)
 
 
 def node_columns(chains: Chains) -> list[NDArray[Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from back_ends import ON_HOST, make_back_end
+from back_ends import BACK_ENDS, ON_HOST, make_back_end
 from machines import Machine
 from proposals import BUSHY, SHAPES, paths_of, record
 from stepping import AMPLE, SCARCE, greedy, make_engine, run_all, submit
@@ -20,6 +21,7 @@ from torch import Tensor
 from zoo import FAMILIES, Zoo, random_prompts
 
 from titan.core.draft_history import DraftHistory
+from titan.core.growth import Feed, ShapeSpec, chain_spec
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import StepPlan
 from titan.core.trees import DraftTree
@@ -28,6 +30,9 @@ from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.ngram import NgramDrafter
 from titan.draft.policy import CHAIN_CHILDREN, GREEDY_TEMPERATURE, MAX_CHAIN_NODES, MAX_NARROW_NODES
 from titan.draft.registry import _FACTORIES, DraftSpec, open_drafter, register
+from titan.kernels import growth
+from titan.kernels.shape_growth import ShapeGrowth
+from titan.kernels.triton.chain_trees import children_per_node
 
 PROMPTS = random_prompts(10, seed=8, max_len=40)
 
@@ -331,3 +336,37 @@ def test_a_draft_model_may_be_given_again_whatever_the_shape_of_its_trees(zoo: Z
     drafter = engine.drafter
     engine.swap_draft(drafter)
     assert engine.drafter is drafter and "draft" in engine.kv.tensors
+
+
+@dataclass(frozen=True)
+class OwnSpec:
+    """A spec of another way of growing."""
+
+    shape: ShapeSpec
+
+    @property
+    def num_nodes(self) -> int:
+        return self.shape.num_nodes
+
+    @property
+    def num_slots(self) -> int:
+        return self.shape.num_slots
+
+
+class OwnGrowth(ShapeGrowth):
+    def __init__(self, feeds: Sequence[Feed], *args: Any) -> None:
+        super().__init__([feed._replace(spec=feed.spec.shape) for feed in feeds], *args)
+
+
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+def test_another_way_of_growing_runs_pass_by_pass(zoo: Zoo, back_end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As docs/speculation.md says, with its case in `_group`; no call of C++ and no graph knows it."""
+    spec = OwnSpec(chain_spec(3))
+    assert children_per_node(spec) == 0
+    monkeypatch.setattr(growth, "_group", lambda feeds: [(OwnGrowth, [*range(len(feeds))])])
+    options = {"max_draft_tokens": 3, "speculation": "fixed"}
+    engine = make_engine(zoo.path("llama"), zoo.path("llama"), backend=make_back_end(back_end), **AMPLE | options)
+    assert isinstance(engine.drafter, DraftModelDrafter)
+    monkeypatch.setattr(engine.drafter.policy, "spec", lambda *_, **__: spec)
+    assert run_all(engine, PROMPTS[:1], [greedy(9, ignore_eos=True)]) == [zoo.greedy("llama", PROMPTS[0], 9, ignore_eos=True)]
+    assert engine.drafting.num_failures == 0 and sum(engine.counters.accepted_per_depth) >= 6

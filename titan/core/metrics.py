@@ -44,7 +44,7 @@ class SpeculationMetrics:
     """
 
     choice: str  # "on" (also in steps without drafts that show what these cost), "probe" (a look at whether it pays), or "off"
-    mean_draft_tokens: float  # per request that emitted tokens, since the start
+    mean_draft_tokens: float  # per request and step, since the start
     off_rate: float  # predicted without drafts
     on_rate: float  # predicted with the best number of drafts; 0: not compared yet
     acceptance: float  # expected probability that the first draft token of a request is accepted
