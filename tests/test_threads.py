@@ -354,6 +354,17 @@ def test_an_engine_that_could_not_recover_does_before_anything_else(llm: LLM, mo
     assert generate(llm, "the", greedy(5)) == expected
 
 
+def beside_interrupted_leader(llm: LLM, monkeypatch: pytest.MonkeyPatch, function: Callable[[], object]) -> None:
+    """Run a function in a thread that joins in the first step of one that will be interrupted; take all patches back."""
+    other = threading.Thread(target=function, daemon=True)
+    in_next_step(llm, lambda: (other.start(), await_callers(llm, 2)))
+    monkeypatch.setattr(step_loop, "PATIENCE_S", 0.01)
+    with pytest.raises(KeyboardInterrupt):
+        generate(llm, "in the morning", greedy(30, ignore_eos=True))
+    other.join(WATCHDOG_S)
+    monkeypatch.undo()
+
+
 def test_a_caller_that_an_interrupt_has_cost_its_turn_takes_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that leads is interrupted whenever it would hand over."""
     expected, hand_over, thread = generate(llm, "the", greedy(5)), StepLoop._hand_over, threading.get_ident()
@@ -364,14 +375,8 @@ def test_a_caller_that_an_interrupt_has_cost_its_turn_takes_it(llm: LLM, monkeyp
         hand_over(loop)
 
     results = list[Any]()
-    other = threading.Thread(target=lambda: results.append(generate(llm, "the", greedy(5))), daemon=True)
-    in_next_step(llm, lambda: (other.start(), await_callers(llm, 2)))
-    monkeypatch.setattr(step_loop, "PATIENCE_S", 0.01)
     monkeypatch.setattr(StepLoop, "_hand_over", fail)
-    with pytest.raises(KeyboardInterrupt):
-        generate(llm, "in the morning", greedy(3))
-    other.join(WATCHDOG_S)
-    monkeypatch.undo()
+    beside_interrupted_leader(llm, monkeypatch, lambda: results.append(generate(llm, "the", greedy(5))))
     assert results == [expected]
 
 
@@ -392,14 +397,8 @@ def test_a_caller_that_an_interrupt_dropped_is_asked_again(llm: LLM, monkeypatch
         except RuntimeError as error:
             results.append(str(error))
 
-    other = threading.Thread(target=wait_for_the_end, daemon=True)
-    in_next_step(llm, lambda: (other.start(), await_callers(llm, 2)))
-    monkeypatch.setattr(step_loop, "PATIENCE_S", 0.01)
     monkeypatch.setattr(StepLoop, "_put_last", fail)
-    with pytest.raises(KeyboardInterrupt):
-        generate(llm, "in the morning", greedy(30))
-    other.join(WATCHDOG_S)
-    monkeypatch.undo()
+    beside_interrupted_leader(llm, monkeypatch, wait_for_the_end)
     assert errors and len(results) == 1 and "a step failed, which ended all requests in flight" in results[0]
 
 
