@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
+from titan.core.checks import missing_members
 from titan.core.growth import GrowthSpec
 from titan.core.kv_tensor import KVLayout, KVTensor
 from titan.core.options import ModelOptions
@@ -115,14 +116,6 @@ class ModelDrafter(Drafter, Protocol):
         If a request lacks more tokens than fit into a pass, only some of them are fed, and its review may be empty.
         """
         ...
-
-
-def missing_members(value: object, protocol: type) -> list[str]:
-    """Return the names of the members of a protocol that an object lacks.
-
-    Unlike `isinstance` from Python 3.12 on, this finds members that come from `__getattr__`, as those of a wrapper do.
-    """
-    return [name for name in dir(protocol) if not name.startswith("_") and not hasattr(value, name)]
 
 
 def has_cache(drafter: object) -> TypeGuard[CachingDrafter]:

@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from operator import index
 from typing import TypeVar
 
+from titan.core.checks import missing_members
 from titan.core.kv_tensor import KVTensor
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import DraftTrees, TreeLimits
-from titan.draft.base import Drafter, ModelDrafter, ReviewReport, has_cache, missing_members, runs_model
+from titan.draft.base import Drafter, ModelDrafter, ReviewReport, has_cache, runs_model
 from titan.kernels.interfaces import Backend
 
 T = TypeVar("T")

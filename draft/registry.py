@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from titan.core.checks import check_integer
+from titan.core.checks import check_integer, missing_members
 from titan.core.dtypes import dtype_name
-from titan.draft.base import CachingDrafter, DraftContext, Drafter, NoDrafter, missing_members
+from titan.draft.base import CachingDrafter, DraftContext, Drafter, NoDrafter
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.ngram import NgramDrafter
 from titan.draft.vocabulary import VocabularyMap

@@ -418,3 +418,20 @@ def test_one_engine_at_a_time_uses_a_policy(zoo: Zoo) -> None:
         make_engine(zoo.path("llama"), scheduling_policy=policy, kv_cache_memory=100)
     make_engine(zoo.path("llama"), scheduling_policy=policy)  # of the engine that could not be made, the error keeps what there is
     assert error.value
+
+
+def test_a_policy_may_be_wrapped_and_must_have_all_members() -> None:
+    class Wrapper:
+        def __init__(self, hidden: str | None = None) -> None:
+            self._wrapped, self._hidden = FcfsPolicy(), hidden
+
+        def __getattr__(self, name: str) -> Any:
+            if name == self._hidden:
+                raise AttributeError(name)
+            return getattr(self._wrapped, name)
+
+    policy: Any = Wrapper()
+    assert ScheduleOptions(scheduling_policy=policy).scheduling_policy is policy
+    for hidden in ("name", "first"):
+        with pytest.raises(ValueError, match="scheduling_policy"):
+            ScheduleOptions(scheduling_policy=Wrapper(hidden))  # type: ignore[arg-type]

@@ -126,3 +126,12 @@ def check_text(name: str, value: object) -> str | None:
     if value is not None and not (isinstance(value, str) and value):
         raise ValueError(f"{name}={shown(value)} is not allowed: it must be a non-empty str or None")
     return value
+
+
+def missing_members(value: object, protocol: type) -> list[str]:
+    """Return the names of the members of a protocol that an object lacks.
+
+    Unlike `isinstance` from Python 3.12 on, this finds members that come from `__getattr__`, as those of a wrapper do.
+    """
+    annotated = [name for each in protocol.__mro__ for name in getattr(each, "__annotations__", ())]
+    return [name for name in sorted({*dir(protocol), *annotated}) if not name.startswith("_") and not hasattr(value, name)]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from os import PathLike
 from secrets import randbits
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack, cast
 
 import torch
 
@@ -22,6 +22,7 @@ from titan.core.checks import (
     check_path,
     check_text,
     is_integer,
+    missing_members,
     shown,
     store,
     unknown_names,
@@ -310,8 +311,8 @@ def _check_dtype(name: str, dtype: object) -> str:
 
 
 def _check_policy(policy: object) -> str | SchedulingPolicy:
-    if isinstance(policy, SchedulingPolicy) and not isinstance(policy, type):
-        return policy
+    if not isinstance(policy, type) and not missing_members(policy, SchedulingPolicy):
+        return cast(SchedulingPolicy, policy)
     try:
         return check_choice("scheduling_policy", policy, SCHEDULING_POLICIES)
     except ValueError as error:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from titan.core.request import Request
 
 
-@runtime_checkable
 class SchedulingPolicy(Protocol):
     """Orders the waiting requests of one engine, and chooses among the running ones where blocks are scarce.
 
