@@ -311,7 +311,7 @@ template <typename T>
 void tree_attention(Member& member, const AttentionPlan& plan, const AttentionSpec& spec, const std::vector<AttentionItem>& items,
                     const T* q, int64_t q_stride, const KVLayer& kv, T* output) {
   int64_t num_slots = 0;
-  for (const AttentionItem& item : items) num_slots += plan.seq_lens[item.request] * item.num_heads;
+  for (const AttentionItem& item : items) num_slots += plan.seq_lens[item.request] * item.num_heads * item.num_rows;
   const int64_t num_items = items.size(), size = num_slots / std::max<int64_t>(num_items, 1) * spec.head_dim;
   member.share(num_items, size, [&](int64_t index) {
     with_stored<T>(kv, [&]<typename S>(S) {

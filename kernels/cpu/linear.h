@@ -54,7 +54,7 @@ template <typename Packed, typename T, typename X>
 void multiply_by_vectors(Member& member, const Weight& weight, const X* x, int64_t num_rows, const T* residual, T* output) {
   const int64_t group_rows = group_rows_of(num_rows), most = most_blocks((num_rows - 1) % group_rows + 1);
   const int64_t num_blocks = (weight.num_outputs + kBlock - 1) / kBlock, depth = depth_of(weight);
-  member.share((num_blocks + most - 1) / most, num_rows * depth * most, [&](int64_t strip) {
+  member.share((num_blocks + most - 1) / most, num_rows * depth * most * kBlock, [&](int64_t strip) {
     const int64_t begin = strip * most, end = std::min(begin + most, num_blocks);
     const X* decoded = nullptr;
     if constexpr (kBitsOf<Packed> > 0) {
