@@ -64,11 +64,19 @@ def test_every_setting_gives_a_row(zoo: Zoo, tmp_path: Path) -> None:
             nodes, tokens = (figures[name]["median"] for name in ("nodes/step", "tokens/step"))
             assert (nodes > 0) == (setting != "off") or setting == "adaptive"
             assert nodes <= {"off": 0, "fixed 1": 1, "fixed 3": 3, "adaptive": 6}[setting] and 1 <= tokens <= 1 + nodes
+    turns = [(sample["labels"]["setting"], sample["round_id"]) for sample in result["samples"] if sample["labels"]["at once"] == 1]
+    assert turns == [*((each, 0) for each in settings), *((each, 1) for each in (settings[-1], *settings[:-1]))]
     for at_once in (1, 3, "all"):
         assert sum("x best fixed" in rows[at_once, setting] for setting in settings) == 3
     # matplotlib writes each text of a plot into a comment
     texts = re.findall("<!-- (.+) -->", (tmp_path / "plots" / "run.svg").read_text())
     assert {"requests at once", "1", "3", "tokens/s", "nodes/step", *settings} <= set(texts) and "all" not in texts
+
+
+def test_each_run_has_its_kv_cache_in_another_place(zoo: Zoo) -> None:
+    bench = AdaptiveBench(parse_arguments(options(zoo, *SIZES)))
+    before, after = ([each.kv.tensors["target"].groups[0] for each in bench._engines.values()] for _ in bench.run())
+    assert all(cache is not other for cache, other in zip(before, after, strict=True))
 
 
 def test_a_plot_has_a_line_per_setting_over_the_requests_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
