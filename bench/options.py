@@ -106,7 +106,7 @@ def refuse_given(parser: argparse.ArgumentParser, argv: Sequence[str] | None, na
         parser: of the command line.
         argv: the command line.
         names: of what may not be in it, as of the parser's namespace.
-        place: where they have no effect, such as "with --profile".
+        place: where they have no effect, such as "with --first-steps".
 
     Raises:
         ValueError: one of them was given.

@@ -9,7 +9,6 @@ start of the run. Ratios are medians over the rounds of the ratio within a round
     titan bench throughput --model DIR/target --draft-model DIR/draft
     titan bench throughput --output-len 16-512 --concurrency 8              mixed lengths: static against continuous batching
     titan bench throughput --modes titan vllm openvino --peer vllm=DIR      other engines: see bench/results/README.md
-    titan bench throughput --profile --model DIR/target                     parts of a decode step at 512 tokens of context
 
 Nothing else should run on the machine. Ctrl-C ends the measurement and reports what there is.
 """
@@ -35,7 +34,7 @@ from titan.bench.modes import (
     modes_at,
     possible_modes,
 )
-from titan.bench.options import add_draft, add_target, bench_parser, model_options, parse, positive, refuse_given
+from titan.bench.options import add_draft, add_target, bench_parser, model_options, parse, positive
 from titan.bench.prompts import prompt_stream
 from titan.bench.report import Report, Table, count, figure_table, in_one_round, measure_and_publish
 from titan.bench.runs import Run, latency_figures, share_equal
@@ -53,21 +52,12 @@ NUM_WARM_UP_TOKENS = 16
 """Tokens that each request of a warm-up run generates."""
 WAVES_OF_A_MIX = 4
 """Requests per slot with mixed output lengths, so that slots become free while others are busy."""
-PROFILED = (TITAN, TITAN_DRAFT)
-"""Modes whose decode steps are shown by their parts."""
 QUICK = {"dtype": ["float32"], "concurrency": [1, 8], "output_len": Lengths(16, 64)}
 QUICK_MODES = (TITAN, TITAN_DRAFT, TITAN_STATIC, TITAN_SINGLE, "transformers-static")
 
 LABELS = ("dtype", "mode", "at once")
 GAIN, P50, P99, STRETCH = f"x {TITAN}", f"P50 x {TITAN}", f"P99 x {TITAN}", f"step x {TITAN}"
 """Ratios to continuous batching without a draft: tokens/s, percentiles of the latency, time of a step."""
-HEADLINE = {
-    f"x {TITAN_SINGLE}": ("tokens/s over no batching", "9.3"),
-    GAIN: ("tokens/s over continuous batching", "1.5"),
-    P50: ("P50 latency over continuous batching", "0.53"),
-    P99: ("P99 latency over continuous batching", "0.39"),
-}
-"""Figures of the Titan design, on large models and GPUs, by the one that stands here in their place."""
 SPEED = {"tokens/s": "±.1f", GAIN: "±.2f", "requests/s": ".2f", "tokens/step": ".2f", "equal outputs": ".1%"}
 LATENCY = {
     **{f"latency P{percent}, ms": ".1f" for percent in (50, 90, 99)},
@@ -174,8 +164,6 @@ class ThroughputBench:
         """Lay out what was measured so far."""
         args, samples = self.args, with_ratios(self.samples)
         rows = make_rows(samples)
-        parts = [row for row in rows if row.labels["mode"] in PROFILED and "host" in row.figures]
-        timed = [] if args.profile else rows
         modes = dict.fromkeys(str(row.labels["mode"]) for row in rows)
         about = (
             f"{args.model}, draft {args.draft_model} with at most {args.max_draft_tokens} draft tokens; prompts ({args.prompts}) "
@@ -186,10 +174,10 @@ class ThroughputBench:
             f"are shares of a decode step."
         )
         return Report(
-            "Parts of a decode step" if args.profile else "Throughput",
-            throughput_answer(timed, parts),
+            "Throughput",
+            throughput_answer(rows),
             {"rows": rows, "samples": samples},
-            throughput_tables(timed, parts),
+            throughput_tables(rows),
             notes=[about, *(f"- {mode}: {MODES[mode].description}" for mode in modes)],
             warnings=list(dict.fromkeys(self.problems)),
             versions=self.versions,
@@ -230,11 +218,10 @@ def with_ratios(samples: Sequence[Sample]) -> list[Sample]:
     return list(samples)
 
 
-def throughput_answer(rows: Sequence[Row], parts: Sequence[Row]) -> str:
-    """What speculation gains; of a run without it, the fastest mode; of a profile, how much of a step the host takes."""
+def throughput_answer(rows: Sequence[Row]) -> str:
+    """What speculation gains; of a run without it, the fastest mode."""
     if not rows:
-        hosts = [row.figures["host"].median for row in parts]
-        return f"The host takes {min(hosts):.0%} to {max(hosts):.0%} of a step." if hosts else "Nothing was measured."
+        return "Nothing was measured."
     gains = [
         f"{row.figures[GAIN]:±.2fx} with {_place(row)}" for row in rows if row.labels["mode"] == TITAN_DRAFT and GAIN in row.figures
     ]
@@ -244,36 +231,21 @@ def throughput_answer(rows: Sequence[Row], parts: Sequence[Row]) -> str:
     return f"Fastest{in_one_round(rows)}: {best.labels['mode']}, {best.figures['tokens/s']:±.1f} tokens/s with {_place(best)}."
 
 
-def throughput_tables(rows: Sequence[Row], parts: Sequence[Row]) -> list[Table]:
-    """Speed, Titan over every other mode, latency, machine, parts of a step, and the headline; those that have figures."""
+def throughput_tables(rows: Sequence[Row]) -> list[Table]:
+    """Speed, Titan over every other mode, latency, machine, and parts of a step; those that have figures."""
     mine = [row for row in rows if row.labels["mode"] in (TITAN, TITAN_DRAFT)]
     tables = [
         figure_table("Throughput", rows, LABELS, SPEED),
         figure_table("Titan over the others, tokens/s", mine, LABELS, {f"x {row.labels['mode']}": "±.2f" for row in rows}),
         figure_table("Latency", rows, LABELS, LATENCY),
         figure_table("Machine", rows, LABELS, MACHINE),
-        figure_table("Parts of a decode step", parts, LABELS, STEP),
-        headline_table([row for row in rows if row.labels["mode"] == TITAN_DRAFT]),
+        figure_table("Parts of a decode step", [row for row in mine if "host" in row.figures], LABELS, STEP),
     ]
     return [table for table in tables if table.rows]
 
 
-def headline_table(drafts: Sequence[Row]) -> Table:
-    """The headline of the Titan design beside rows of `TITAN_DRAFT`: a column per dtype, with the most requests."""
-    columns = {row.labels["dtype"]: row for row in sorted(drafts, key=_at_once)}.values()
-    cells = [
-        [text, headline, *(format(row.figures[figure], "±.2f") if figure in row.figures else "-" for row in columns)]
-        for figure, (text, headline) in HEADLINE.items()
-    ]
-    return Table("The Titan design's headline", ["figure", "headline", *map(_place, columns)], cells if drafts else [])
-
-
-def _at_once(each: Row) -> int:
-    return int(each.labels["at once"])
-
-
 def _place(each: Row) -> str:
-    return f"{count(_at_once(each), 'request')} at once in {each.labels['dtype']}"
+    return f"{count(int(each.labels['at once']), 'request')} at once in {each.labels['dtype']}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -287,7 +259,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; options that depend on others are filled in.
 
     Raises:
-        ValueError: the draft or a mode is not possible, or an option is not allowed with --profile, or without it.
+        ValueError: the draft or a mode is not possible.
     """
     parser = bench_parser("throughput", __doc__)
     add = parser.add_argument
@@ -296,7 +268,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add_draft(parser)
     add("--dtype", nargs="+", choices=list(RUN_DTYPES), default=["float32", "bfloat16"], help="default: float32 bfloat16")
     add("--device", default="auto", help="of Titan: auto, cpu, cuda, cuda:N (default: %(default)s)")
-    add("--concurrency", nargs="+", type=positive, help="requests at once (default: 1 8 32; --profile: 32)")
+    add("--concurrency", nargs="+", type=positive, default=[1, 8, 32], help="requests at once (default: 1 8 32)")
     add("--prompts", default="auto", help="auto, code, prose, chat, json or synthetic (default: %(default)s)")
     add("--prompt-len", type=Lengths.parse, default=Lengths(64, 64), help="tokens, or 16-512 for a mix (default: %(default)s)")
     add("--output-len", type=Lengths.parse, default=Lengths(128, 128), help="tokens, or 16-512 for a mix (default: %(default)s)")
@@ -306,25 +278,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--modes", nargs="+", choices=list(MODES), metavar="MODE", help=f"default: what can run, of {', '.join(MODES)}")
     peer_help = "environment of vllm or openvino (default: .peers/NAME); may be given again"
     add("--peer", action="append", type=_peer, default=[], metavar="NAME=FOLDER", help=peer_help)
-    add("--profile", action="store_true", help="where the time of Titan's decode steps goes; no throughput")
-    add("--context-len", type=positive, default=512, help="mean of --profile, tokens (default: %(default)s)")
     args = parse(parser, argv, QUICK)
 
     args.peer = dict(args.peer)
-    args.concurrency = args.concurrency or ([32] if args.profile else [1, 8, 32])
-    if not args.profile:
-        refuse_given(parser, argv, ("context_len",), "without --profile")
-    else:
-        refuse_given(parser, argv, ("prompt_len", "waves"), "with --profile")
-        prompt_len = args.context_len - args.output_len.low // 2
-        if args.output_len.is_mixed or prompt_len < 1:
-            lengths = f"--context-len {args.context_len} must be more than half of --output-len {args.output_len}"
-            raise ValueError(f"{lengths}, which --profile takes as one length")
-        if args.output_len.low < 2:
-            raise ValueError(f"--output-len {args.output_len} is not allowed with --profile: the first token comes with the prompt")
-        args.prompt_len = Lengths(prompt_len, prompt_len)
     args.waves = args.waves or (WAVES_OF_A_MIX if args.output_len.is_mixed else 1)
-    allowed = [mode for mode in possible_modes(args.draft_model, **model_options(args)) if mode in PROFILED or not args.profile]
+    allowed = possible_modes(args.draft_model, **model_options(args))
     args.modes = args.modes or [mode for mode in (QUICK_MODES if args.quick else MODES) if mode in allowed]
     for mode in args.modes:
         if mode not in allowed:
