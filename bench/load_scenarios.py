@@ -80,7 +80,7 @@ class Scenario:
 def make_scenarios(args: argparse.Namespace) -> dict[str, Scenario]:
     """All scenarios, by name; ``args`` are the command line."""
     targets = {f"target {each:g} ms": {"max_inter_token_s": each / 1e3} for each in args.inter_token_ms}
-    first_token, between, rate = "critical first token P99, ms", "between tokens P99, ms", "tokens/s"
+    first_token, between, rate = "critical first token P99, ms", "between steps P99, ms", "tokens/s"
     return {
         "long-prompts": Scenario(
             settings={"not chunked": {"prefill_chunk_size": None}, "chunks": {}, **targets},
@@ -234,11 +234,11 @@ def _percentiles(name: str, seconds: Sequence[float]) -> Figures:
 def _measure_stream(engine: Engine, workload: Workload) -> Figures:
     """Latencies, and times from one step with tokens of a request to its next."""
     requests, times, end = _run(engine, workload)
-    gaps = _percentiles("between tokens", np.concatenate([np.diff(each) for each in times]).tolist())
+    gaps = _percentiles("between steps", np.concatenate([np.diff(each) for each in times]).tolist())
     return {
         "tokens/s": sum(request.num_output_tokens for request in requests) / end,
         **gaps,
-        "P99 / P50": gaps["between tokens P99, ms"] / gaps["between tokens P50, ms"],
+        "P99 / P50": gaps["between steps P99, ms"] / gaps["between steps P50, ms"],
         **_percentiles("latency", [each[-1] - arrival for each, arrival in zip(times, workload.arrivals, strict=True)]),
     }
 

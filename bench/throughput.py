@@ -39,7 +39,7 @@ from titan.bench.prompts import prompt_stream
 from titan.bench.report import Report, Table, count, figure_table, in_one_round, measure_and_publish
 from titan.bench.runs import Run, latency_figures, share_equal
 from titan.bench.samples import Label, Row, Sample, make_rows, with_ratio
-from titan.bench.step_times import floor_seconds, model_of
+from titan.bench.step_times import model_of, product_and_kv_seconds
 from titan.bench.turns import Turns
 from titan.bench.workloads import Lengths, Workload, take_workload
 from titan.core.dtypes import RUN_DTYPES
@@ -71,7 +71,7 @@ STEP = {
     "ms/decode step": "±.2f",
     **dict.fromkeys(("host", "draft", "target"), ".0%"),
     "trees, batch, acceptance": ".1%",
-    **dict.fromkeys(("ms/target pass", "ms/pass at least", "pass x least"), ".2f"),
+    **dict.fromkeys(("ms/target pass", "ms/products and KV", "pass x products and KV"), ".2f"),
     "draft passes": ".1f",
     "ms/draft pass": ".2f",
 }
@@ -125,15 +125,16 @@ class ThroughputBench:
             for round_id in range(args.rounds):
                 workload = take_workload(prompts, at_once * args.waves, output_lens)
                 context = (sum(map(len, workload.prompts)) + sum(workload.output_lens) / 2) / len(workload)
-                floor: float | None = None
-                if TITAN in modes and not args.output_len.is_mixed:  # a batch that shrinks has no one least time
-                    floor = least_pass_ms(loaded.engine, at_once, context)  # before all turns, each of which begins with a warm-up
+                alone: float | None = None
+                if TITAN in modes and not args.output_len.is_mixed:  # the passes of a batch that shrinks differ
+                    # before all turns, each of which begins with a warm-up
+                    alone = product_and_kv_ms(loaded.engine, at_once, context)
                 reference: Run | None = None
                 for labels, run in self._runs(loaded.dtype, turns, modes, workload, at_once):
                     if labels["mode"] == TITAN:
                         reference = run
-                        if floor is not None and (ms := run.figures.get("ms/target pass")) is not None:
-                            figures = {**run.figures, "ms/pass at least": floor, "pass x least": ms / floor}
+                        if alone is not None and (ms := run.figures.get("ms/target pass")) is not None:
+                            figures = {**run.figures, "ms/products and KV": alone, "pass x products and KV": ms / alone}
                             run = replace(run, figures=figures)
                     self.samples.append(timed_sample(labels, round_id, run, reference, context))
             yield
@@ -170,8 +171,8 @@ class ThroughputBench:
             f"of {args.prompt_len} tokens, {args.output_len} generated, {count(args.waves, 'request')} per slot, all there from "
             f"the start; temperature 0, end of sequence ignored; medians of {count(args.rounds, 'interleaved round')} with half "
             f'their range (one round has none); "equal outputs" are equal to those of {TITAN}; KV is the share of blocks for '
-            f'{count(max(args.concurrency), "request")}; a draft gains tokens/step divided by "{STRETCH}"; host, draft and target '
-            f"are shares of a decode step."
+            f'{count(max(args.concurrency), "request")}; a draft gains tokens/step divided by "{STRETCH}", times its batch over '
+            f"that of {TITAN}; host, draft and target are shares of a decode step."
         )
         return Report(
             "Throughput",
@@ -184,11 +185,11 @@ class ThroughputBench:
         )
 
 
-def least_pass_ms(engine: Engine | None, at_once: int, context: float) -> float | None:
-    """Return what a pass without a draft takes at least; it is known on a CPU, of Titan's own decoder."""
+def product_and_kv_ms(engine: Engine | None, at_once: int, context: float) -> float | None:
+    """Return what the products and the KV of a pass without a draft take alone; it is known on a CPU, of Titan's own decoder."""
     if engine is None or not engine.backend.is_host or not isinstance(model_of(engine.runner), Decoder):
         return None
-    return 1e3 * floor_seconds(engine, at_once, context)
+    return 1e3 * product_and_kv_seconds(engine, at_once, context)
 
 
 def timed_sample(labels: Mapping[str, Label], round_id: int, run: Run, reference: Run | None, context: float) -> Sample:

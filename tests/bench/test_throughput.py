@@ -18,9 +18,9 @@ from titan.bench.runs import RequestRun, Run
 from titan.bench.samples import Sample, make_rows
 from titan.bench.throughput import (
     ThroughputBench,
-    least_pass_ms,
     main,
     parse_arguments,
+    product_and_kv_ms,
     throughput_answer,
     throughput_tables,
     timed_sample,
@@ -64,26 +64,26 @@ def test_every_mode_gives_a_row_and_titan_the_same_outputs(zoo: Zoo, tmp_path: P
     assert result["provenance"]["versions"]["fake"] == "1.0" and "Titan over the others" in (tmp_path / "run.markdown").read_text()
 
 
-def test_decode_steps_have_their_mean_context_and_a_pass_is_over_its_least_time(zoo: Zoo, tmp_path: Path) -> None:
+def test_decode_steps_have_their_mean_context_and_a_pass_is_over_its_products_and_kv(zoo: Zoo, tmp_path: Path) -> None:
     sizes = ["--prompt-len", "20", "--output-len", "8", "--rounds", "2", "--concurrency", "4", "--device", "cpu"]
     result = run(zoo, tmp_path, *sizes, "--modes", *OURS[:2])
     assert [sample["labels"]["mode"] for sample in result["samples"]] == ["titan", "titan-draft"] * 2
     for sample in result["samples"]:
         figures, is_plain = sample["figures"], sample["labels"]["mode"] == "titan"
         assert figures["context"] == 24 and (figures["draft"] > 0) != is_plain
-        assert ("ms/pass at least" in figures) == ("pass x least" in figures) == is_plain
+        assert ("ms/products and KV" in figures) == ("pass x products and KV" in figures) == is_plain
         if is_plain:
-            assert figures["ms/target pass"] == pytest.approx(figures["ms/pass at least"] * figures["pass x least"])
-            assert figures["ms/pass at least"] > 0
+            assert figures["ms/target pass"] == pytest.approx(figures["ms/products and KV"] * figures["pass x products and KV"])
+            assert figures["ms/products and KV"] > 0
 
 
 @pytest.mark.parametrize(("is_host", "model", "expected"), [(True, Decoder, 2.0), (False, Decoder, None), (True, object, None)])
-def test_the_least_time_of_a_pass_is_that_of_a_decoder_on_a_cpu(
+def test_products_and_kv_alone_are_timed_of_a_decoder_on_a_cpu(
     is_host: bool, model: type, expected: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("titan.bench.throughput.floor_seconds", lambda *_: 0.002)
+    monkeypatch.setattr("titan.bench.throughput.product_and_kv_seconds", lambda *_: 0.002)
     engine = Mock(backend=Mock(is_host=is_host), runner=Mock(model=Mock(spec=model)))
-    assert least_pass_ms(engine, 1, 8.0) == expected and least_pass_ms(None, 1, 8.0) is None
+    assert product_and_kv_ms(engine, 1, 8.0) == expected and product_and_kv_ms(None, 1, 8.0) is None
 
 
 @pytest.mark.parametrize(
