@@ -316,6 +316,8 @@ def test_whole_engines_run_at_tiny_shapes(monkeypatch: pytest.MonkeyPatch) -> No
     plain, drafted = found[decoding[0]], found[decoding[2]]
     assert plain["tokens/step"] == 1.0 and drafted["expected"] == pytest.approx(3.951, abs=1e-3)
     assert drafted["x plain"] == pytest.approx(drafted["tokens/s"] / plain["tokens/s"])
+    plain, drafted = found[others[2]], found[others[3]]
+    assert drafted["x plain"] == pytest.approx(drafted["tokens/s"] / plain["tokens/s"])  # which samples, too
 
 
 def test_only_the_batches_asked_for_are_planned_on_the_cuda_path_with_goals_for_each_draft(monkeypatch: pytest.MonkeyPatch) -> None:
