@@ -3,9 +3,8 @@
     titan bench kernels --json parts.json
     titan bench kernels --select "swap or recompute"
 
-A time is the fastest of many: what else runs on the machine can only add to it. It is shown in microseconds and over a reference
-of the same run, a matrix product for the part "kernel" and a loop of Python for the part "host", each run first and last, so that
-a slower machine alone changes little. Ctrl-C ends the measurement and reports what there is.
+A time is the fastest of many, in microseconds: what else runs on the machine can only add to it. Ctrl-C ends the measurement and
+reports what there is.
 """
 
 from __future__ import annotations
@@ -15,13 +14,10 @@ import json
 import os
 import sys
 import tempfile
-import timeit
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from titan.bench.options import above_zero, bench_parser, parse
 from titan.bench.report import Report, count, figure_table, measure_and_publish
@@ -29,15 +25,7 @@ from titan.bench.samples import Row, Spread
 from titan.models.loader import DEMO
 
 MICRO = Path(__file__).resolve().parent / "micro"
-FASTEST, MEDIAN, RELATIVE = "fastest, us", "median, us", "x reference"
-COLUMNS = {FASTEST: ".1f", MEDIAN: "±.1f", RELATIVE: ".2f"}
-
-
-def reference_seconds() -> dict[str, float]:
-    """What the machine itself does, by part: the fastest of many float32 matrix products, and of many loops of Python."""
-    matrix = torch.ones(256, 256, device="cuda" if torch.cuda.is_available() else "cpu")
-    references = {"kernel": lambda: (matrix @ matrix)[0, 0].item(), "host": lambda: sum(i & 7 for i in range(5000))}
-    return {part: min(timeit.repeat(reference, number=1, repeat=1000)) for part, reference in references.items()}
+FASTEST, MEDIAN = "fastest, us", "median, us"
 
 
 def run_benchmarks(
@@ -88,7 +76,7 @@ def run_benchmarks(
     return found, failures, status == pytest.ExitCode.INTERRUPTED
 
 
-def make_rows(benchmarks: Sequence[Mapping[str, Any]], references: Mapping[str, float]) -> list[Row]:
+def make_rows(benchmarks: Sequence[Mapping[str, Any]]) -> list[Row]:
     """Rows of what pytest-benchmark found, by part; medians come with their quartiles, as their range."""
     rows = []
     for each in sorted(benchmarks, key=lambda each: (each["group"], each["name"])):
@@ -96,7 +84,6 @@ def make_rows(benchmarks: Sequence[Mapping[str, Any]], references: Mapping[str, 
         figures = {
             FASTEST: Spread.of([1e6 * stats["min"]]),
             MEDIAN: Spread(1e6 * stats["median"], 1e6 * stats["q1"], 1e6 * stats["q3"], stats["rounds"]),
-            RELATIVE: Spread.of([stats["min"] / references[part]]),
         }
         rows.append(Row({"benchmark": name, "part": part}, figures))
     return rows
@@ -108,11 +95,8 @@ def make_report(rows: Sequence[Row], failures: Sequence[str]) -> Report:
         "Parts of a step",
         f"{count(len(rows), 'benchmark')} ran.",
         {"rows": rows},
-        [figure_table("Times of a call", rows, ["benchmark", "part"], COLUMNS)],
-        notes=[
-            "median: ± half of what is between the quartiles. x reference: the fastest time over that of a matrix product of the "
-            "same run (part kernel), or of a loop of Python (part host)."
-        ],
+        [figure_table("Times of a call", rows, ["benchmark", "part"], {FASTEST: ".1f", MEDIAN: "±.1f"})],
+        notes=["median: ± half of what is between the quartiles."],
         warnings=failures,
     )
 
@@ -129,10 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     failures: list[str] = []
 
     def measure() -> Iterator[None]:
-        first = reference_seconds()
         benchmarks, problems, is_interrupted = run_benchmarks(args.select, args.seconds, args.seed, args.swap_pair)
-        references = {part: min(seconds, first[part]) for part, seconds in reference_seconds().items()}
-        rows.extend(make_rows(benchmarks, references))
+        rows.extend(make_rows(benchmarks))
         failures.extend(problems)
         yield
         if is_interrupted:
