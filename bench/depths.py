@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from titan.bench.samples import Spread
+from titan.core.arrays import Ints
 from titan.core.step import Acceptance, StepPlan
 
 Z_95 = 1.959963984540054
@@ -17,21 +19,25 @@ Z_95 = 1.959963984540054
 class DepthCounts:
     """Counts of draft trees and of what was accepted of them; `observe` is an observer of an engine."""
 
-    trees: Counter[int] = field(default_factory=Counter)  # those that reach a depth
-    accepted: Counter[int] = field(default_factory=Counter)  # those of which a node of a depth was accepted
+    # per step: where the nodes of each row begin, and the last ones end; depths of nodes; lengths of paths, -1 = emitted nothing
+    steps: list[tuple[Ints, Ints, list[int]]] = field(default_factory=list)
 
-    def observe(self, plan: StepPlan, acceptance: Acceptance) -> None:
-        """Count the rows of a step that emitted tokens."""
-        for i, path in enumerate(acceptance.paths):
-            if plan.reaches_root(i):
-                self.trees.update(range(1, 1 + max(acceptance.trees[i].topology.depths, default=0)))
-                self.accepted.update(range(1, len(path) + 1))
+    def observe(self, plan: StepPlan, acceptance: Acceptance) -> None:  # noqa: ARG002
+        """Keep what is counted later, as the time of this is the step's."""
+        lengths = [len(path) if emitted else -1 for path, emitted in zip(acceptance.paths, acceptance.token_ids, strict=True)]
+        self.steps.append((acceptance.trees.start_loc, acceptance.trees.nodes.depths.copy(), lengths))
 
     @property
     def details(self) -> dict[str, list[int]]:
-        """Both counts per depth, from depth 1 on."""
-        counts = {"trees per depth": self.trees, "accepted per depth": self.accepted}
-        return {name: [count[depth] for depth in sorted(self.trees)] for name, count in counts.items()}
+        """Per depth, from 1 on: trees that reach it, and those of which a node of it was accepted; of rows that emitted tokens."""
+        trees, accepted = Counter[int](), Counter[int]()
+        for start_loc, depths, lengths in self.steps:
+            for (start, end), length in zip(pairwise(start_loc.tolist()), lengths, strict=True):
+                if length >= 0:
+                    trees.update(range(1, 1 + int(depths[start:end].max(initial=0))))
+                    accepted.update(range(1, 1 + length))
+        counts = {"trees per depth": trees, "accepted per depth": accepted}
+        return {name: [count[depth] for depth in sorted(trees)] for name, count in counts.items()}
 
 
 def wilson_share(num_successes: float, num_trials: float) -> Spread:

@@ -17,6 +17,7 @@ from titan.bench.engine_run import make_idle, make_requests, serve
 from titan.bench.options import model_options
 from titan.bench.prompts import prompt_stream
 from titan.bench.workloads import Lengths, Workload, take_workload
+from titan.core.options import EngineConfig
 from titan.core.request import Request
 from titan.core.terms import RequestTerms
 from titan.engine import Engine
@@ -81,9 +82,12 @@ def make_scenarios(args: argparse.Namespace) -> dict[str, Scenario]:
     """All scenarios, by name; ``args`` are the command line."""
     targets = {f"target {each:g} ms": {"max_inter_token_s": each / 1e3} for each in args.inter_token_ms}
     first_token, between, rate = "critical first token P99, ms", "between steps P99, ms", "tokens/s"
+    # the long prompt goes into one step, beside the other requests
+    most_tokens = max(EngineConfig().schedule.max_num_batched_tokens, _long_len(args) + args.max_batch_size)
+    whole = {"prefill_chunk_size": None, "max_num_batched_tokens": most_tokens}
     return {
         "long-prompts": Scenario(
-            settings={"not chunked": {"prefill_chunk_size": None}, "chunks": {}, **targets},
+            settings={"not chunked": whole, "chunks": {}, **targets},
             draw=_draw_long,
             measure=_measure_stream,
             ratios=[between, rate],
@@ -178,11 +182,16 @@ def _fixed(args: argparse.Namespace, num_requests: int, round_id: int, prompt_le
     return replace(_take(args, num_requests, round_id, Lengths(length, length)), output_lens=[output_len] * num_requests)
 
 
+def _long_len(args: argparse.Namespace) -> int:
+    length: int = min(LONG_LEN, args.max_len // 2)
+    return length
+
+
 def _draw_long(args: argparse.Namespace, num_requests: int, round_id: int) -> Workload:
     """In the middle of each `SHORT_PER_LONG` short requests one of `LONG_LEN`."""
     workload = _take(args, num_requests, round_id)
     places = range(SHORT_PER_LONG // 2, num_requests, SHORT_PER_LONG + 1)
-    long = _fixed(args, len(places), round_id, min(LONG_LEN, args.max_len // 2), args.output_len.high).prompts
+    long = _fixed(args, len(places), round_id, _long_len(args), args.output_len.high).prompts
     prompts = dict(enumerate(workload.prompts)) | dict(zip(places, long, strict=True))
     return replace(workload, prompts=list(prompts.values()))
 
@@ -292,7 +301,8 @@ def _measure_decoding(engine: Engine, workload: Workload) -> Figures:
 def _measure_room(engine: Engine, workload: Workload) -> Figures:
     """Requests that run at once, each of them to its end."""
     requests = make_requests(engine, workload)
+    num_before = engine.counters.num_preemptions
     steps = islice(serve(engine, workload, requests, len(requests)), min(workload.output_lens) - 1)
     running = max(len(engine.scheduler.running) for _ in steps)
     make_idle(engine)
-    return {"running": float(running), "preemptions": float(engine.counters.num_preemptions)}
+    return {"running": float(running), "preemptions": float(engine.counters.num_preemptions - num_before)}

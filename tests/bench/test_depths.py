@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,10 +19,11 @@ from titan.core.trees import EMPTY_TREE, DraftTree
 def test_paths_through_trees_are_counted_by_depth() -> None:
     # two children of the root, one of which has a child
     fork = DraftTree(np.arange(3, dtype=np.int64), np.array([-1, 0, -1], np.int32))
-    trees = [fork, fork, fork, EMPTY_TREE, fork]  # the last is that of a prefill chunk, which is no step
+    trees = host_trees([fork, fork, fork, EMPTY_TREE, fork])  # the last is that of a prefill chunk, which is no step
+    trees = trees.on_host([column.numpy() for column in trees.nodes])
     counts = DepthCounts()
-    plan: Any = SimpleNamespace(reaches_root=lambda i: i < 4)
-    counts.observe(plan, Acceptance(host_trees(trees), [[0, 1], [2], [], [], []], [[0]] * 5, [None] * 5))
+    plan: Any = None
+    counts.observe(plan, Acceptance(trees, [[0, 1], [2], [], [], []], [*[[0]] * 4, []], [None] * 5))
     assert counts.details == {"trees per depth": [3, 3], "accepted per depth": [2, 1]}
 
 

@@ -57,8 +57,12 @@ def test_a_long_prompt_is_one_that_the_texts_have_however_long_the_model(zoo: Zo
     """With a tokenizer."""
     args = parse_arguments(["--threads", "1"])
     args.max_len = 131_072
-    lengths = [len(prompt) for prompt in make_scenarios(args)["long-prompts"].draw(args, 42, 0).prompts]
+    scenario = make_scenarios(args)["long-prompts"]
+    lengths = [len(prompt) for prompt in scenario.draw(args, 42, 0).prompts]
     assert sorted(lengths)[-2:] == [LONG_LEN] * 2 and sorted(lengths)[-3] <= 128
+    assert scenario.settings["not chunked"]["max_num_batched_tokens"] == LONG_LEN + args.max_batch_size
+    args.max_len = 2048  # where there is room in a step as it is
+    assert make_scenarios(args)["long-prompts"].settings["not chunked"]["max_num_batched_tokens"] == 2048
 
 
 @pytest.mark.parametrize("seed", range(5))
