@@ -21,8 +21,8 @@ from titan.bench.loading import engine_options
 from titan.bench.options import add_draft_weight_bits, add_target, bench_parser, model_options, positive
 from titan.bench.prompts import prompt_stream
 from titan.bench.report import Report, count, figure_table, format_label, in_one_round
-from titan.bench.runs import Run, share_equal
-from titan.bench.samples import NO_DRAFT, Label, Row, Sample, Spread, group_samples, make_rows, sum_details, with_ratio
+from titan.bench.runs import Run, with_equal_outputs
+from titan.bench.samples import NO_DRAFT, Label, Row, Sample, Spread, group_samples, make_rows, rotated, sum_details, with_ratio
 from titan.bench.turns import Turns, error_line
 from titan.bench.workloads import Lengths, Workload, take_workload
 from titan.core.dtypes import RUN_DTYPES
@@ -59,7 +59,7 @@ class Setting:
     """Drafts are compared within one."""
 
     labels: Mapping[str, Label]  # of its samples, the "temperature" of the requests among them
-    workloads: Sequence[Workload]  # one to warm up with, then one per round
+    workloads: Sequence[Workload]  # one per round
     recipes: Sequence[DraftRecipe]
 
 
@@ -104,32 +104,35 @@ class DraftBench:
 
     def run(self) -> Iterator[None]:
         """Measure in rounds; what fails is left out from then on."""
-        drafts = [(setting, draft) for setting in self.settings for draft in (NO_DRAFT, *(each.name for each in setting.recipes))]
-        runs = [(setting, draft) for setting, draft in drafts if draft in self.drafters]
-        reference: Run | None = None
-        with Turns(len(runs) * self.args.repeats, self.problems, lambda _: make_idle(self.engine)) as turns:
-            for round_id, (setting, draft) in product(range(self.args.repeats), runs):
+        settings = [
+            (setting, [draft for draft in (NO_DRAFT, *(each.name for each in setting.recipes)) if draft in self.drafters])
+            for setting in self.settings
+        ]
+        num_turns = self.args.repeats * sum(len(drafts) for _, drafts in settings)
+        with Turns(num_turns, self.problems, lambda _: make_idle(self.engine)) as turns:
+            for round_id, (setting, drafts) in product(range(self.args.repeats), settings):
                 place = ", ".join(f"{name} {format_label(value)}" for name, value in setting.labels.items())
-                run = turns.take(draft, f"({place})", partial(self._run, setting, draft, round_id))
-                if draft == NO_DRAFT:
-                    reference = run
-                if run is not None:
-                    figures = {**run.rates, **run.figures}
-                    if draft != NO_DRAFT and reference is not None and setting.labels["temperature"] == 0:
-                        figures["equal outputs"] = share_equal(run, reference)
-                    self.samples.append(Sample({**setting.labels, self.kind: draft}, round_id, figures, run.details))
-                yield
+                runs: dict[str, Run] = {}
+                for draft in rotated(drafts, round_id):
+                    run = turns.take(draft, f"({place})", partial(self._run, setting, draft, round_id))
+                    if run is not None:
+                        runs[draft] = run
+                        labels = {**setting.labels, self.kind: draft}
+                        self.samples.append(Sample(labels, round_id, {**run.rates, **run.figures}, run.details))
+                    yield
+                if NO_DRAFT in runs and setting.labels["temperature"] == 0:
+                    self.samples[-len(runs) :] = with_equal_outputs(self.samples[-len(runs) :], runs.values(), runs[NO_DRAFT])
 
     def _run(self, setting: Setting, draft: str, round_id: int) -> Run:
         """Swap, warm up, and run: what runs a draft model is new after a swap, and captures its first passes on a GPU."""
         self.engine.swap_draft(self.drafters[draft])
-        warm_up, *workloads = setting.workloads
+        workload = setting.workloads[round_id]
         temperature = float(setting.labels["temperature"])
         work = partial(run_workload, self.engine, concurrency=self.args.concurrency, temperature=temperature)
-        work(warm_up)
+        work(workload.warm_up(self.args.concurrency))
         counts = DepthCounts()
         self.engine.observers[:] = [counts.observe]
-        run = work(workloads[round_id])
+        run = work(workload)
         return replace(run, details=counts.details)
 
     def report(self, *notes: str) -> Report:
@@ -192,14 +195,13 @@ def find_fastest(rows: Sequence[Row], kind: str) -> dict[float, tuple[str, float
 
 
 def take_workloads(args: argparse.Namespace, source: str) -> list[Workload]:
-    """Take the requests of a setting: those of the warm-up, which are short, then those of the rounds.
+    """Take the requests of the rounds of a setting.
 
     Raises:
         ValueError: the source of prompts cannot be used.
     """
     prompts = prompt_stream(args.model, source, args.prompt_len, args.seed, **model_options(args))
-    output_lens = [min(16, args.output_len), *[args.output_len] * args.repeats]
-    return [take_workload(prompts, args.concurrency * args.waves, repeat(output_len)) for output_len in output_lens]
+    return [take_workload(prompts, args.concurrency * args.waves, repeat(args.output_len)) for _ in range(args.repeats)]
 
 
 def draft_parser(name: str, description: str | None) -> argparse.ArgumentParser:

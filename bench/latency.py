@@ -32,7 +32,7 @@ from titan.bench.options import above_zero, add_draft, add_target, bench_parser,
 from titan.bench.prompts import prompt_stream
 from titan.bench.report import Report, count, figure_table, measure_and_publish
 from titan.bench.runs import RequestRun, Run, latency_figures
-from titan.bench.samples import NO_DRAFT, Row, Sample, Spread, make_rows, with_ratio
+from titan.bench.samples import NO_DRAFT, Row, Sample, Spread, make_rows, rotated, with_ratio
 from titan.bench.turns import Turns
 from titan.bench.workloads import Lengths, Workload, draw_arrivals, take_workload
 from titan.core.dtypes import RUN_DTYPES
@@ -104,18 +104,17 @@ class LatencyBench:
         with Turns(num_turns, self.problems, lambda _: make_idle(self.llm.engine)) as turns:
             for engine in self._engines:
                 turns.take(engine, "while it warmed up", partial(self._warm_up, engine))
-            runs = [(rate, engine) for rate in self._rates or self._find_rates(turns) for engine in self._engines]
-            for round_id, (rate, engine) in product(range(self.args.repeats), runs):
-                sample = turns.take(engine, f"at {rate:g} requests/s", partial(self._measure, engine, rate, round_id))
-                if sample is not None:
-                    self.samples.append(sample)
-                yield
+            for round_id, rate in product(range(self.args.repeats), self._rates or self._find_rates(turns)):
+                for engine in rotated(self._engines, round_id):
+                    sample = turns.take(engine, f"at {rate:g} requests/s", partial(self._measure, engine, rate, round_id))
+                    if sample is not None:
+                        self.samples.append(sample)
+                    yield
 
     def _warm_up(self, engine: str) -> Run:
         if engine != NO_DRAFT:
             self.llm.swap_draft(self.args.draft_model)
-        prompts, output_lens = self.workloads[0].prompts, self.workloads[0].output_lens
-        return self._serve(engine, Workload(prompts[:4], output_lens[:4]))
+        return self._serve(engine, self.workloads[0].warm_up(self.args.max_batch_size))
 
     def _find_rates(self, turns: Turns) -> list[float]:
         at_once = replace(self.workloads[0], arrivals=())
@@ -143,7 +142,9 @@ class LatencyBench:
         return Sample({"engine": engine, RATE: rate}, round_id, figures, details)
 
     def _serve(self, engine: str, workload: Workload) -> Run:
-        return run_workload(self.llm.engine, workload, use_speculative=engine != NO_DRAFT)
+        work = partial(run_workload, self.llm.engine, use_speculative=engine != NO_DRAFT)
+        work(workload.warm_up(self.args.max_batch_size))
+        return work(workload)
 
     def report(self) -> Report:
         """Lay out what was measured so far."""

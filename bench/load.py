@@ -18,20 +18,18 @@ of the ratio to the first setting within a round. Ctrl-C ends the measurement an
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
 
 from titan.bench.engine_run import make_idle, run_workload
-from titan.bench.load_scenarios import FIRST_SETTING, Figures, Goal, Scenario, make_scenarios
+from titan.bench.load_scenarios import FIRST_SETTING, Goal, Scenario, make_scenarios
 from titan.bench.loading import engine_options, load_target
 from titan.bench.options import above_zero, add_draft, add_target, bench_parser, parse, positive
 from titan.bench.report import Report, Table, count, figure_table, measure_and_publish
-from titan.bench.runs import Run
-from titan.bench.samples import Row, Sample, Spread, make_rows, with_ratio
+from titan.bench.samples import Row, Sample, Spread, make_rows, rotated, with_ratio
 from titan.bench.turns import Turns
 from titan.bench.workloads import Lengths, Workload, draw_arrivals
 from titan.core.dtypes import RUN_DTYPES
@@ -40,10 +38,9 @@ from titan.engine import Engine
 from titan.kernels.backend import choose_backend, choose_device
 
 NAMES = ("long-prompts", "priority", "fair", "prefix", "int8", "int8-memory", "load")
-NUM_WARM_UP = 4
-"""Number of requests of a warm-up."""
 QUICK = {"num_requests": 22, "seconds": 5.0, "repeats": 1, "output_len": Lengths(8, 16), "max_batch_size": 8}
 RATE = "requests/s"
+Result = TypeVar("Result")
 
 
 class LoadBench:
@@ -67,28 +64,29 @@ class LoadBench:
 
     def run(self) -> Iterator[None]:
         """Measure the scenarios in rounds; a setting that fails is left out."""
-        num_turns = sum(len(each.settings) * (1 + self.args.repeats) + (each.share > 0) for each in self.scenarios.values())
+        num_turns = sum(len(each.settings) * self.args.repeats + (each.share > 0) for each in self.scenarios.values())
         engines: dict[str, Engine] = {}
         with Turns(num_turns, self.problems, lambda variant: make_idle(engines[variant])) as turns:
             for name, scenario in self.scenarios.items():
                 at_once = scenario.draw(self.args, self.args.num_requests, 0)  # the requests that find the rate
                 longest = self._longest(scenario)
                 engines = {f"{name}: {each}": self._make_engine(scenario, each, longest) for each in scenario.settings}
-                for variant, engine in engines.items():
-                    turns.take(variant, "while it warmed up", partial(self._warm_up, engine, at_once))
+                warm_up = at_once.warm_up(self.args.max_batch_size)
                 rate, first = inf, next(iter(engines))
                 if scenario.share:
-                    run = turns.take(first, "with all requests at once", partial(run_workload, engines[first], at_once))
+                    work = partial(_serve, engines[first], warm_up, run_workload, at_once)
+                    run = turns.take(first, "with all requests at once", work)
                     if run is None:
                         continue
                     rate = scenario.share * run.rates[RATE]
                 workloads = [self._arrive(scenario, rate, each) for each in range(1, self.args.repeats + 1)]
-                for round_id, (variant, setting) in product(range(self.args.repeats), zip(engines, scenario.settings, strict=True)):
-                    work = partial(scenario.measure, engines[variant], workloads[round_id])
-                    figures: Figures | None = turns.take(variant, f"in round {round_id}", work)
-                    if figures is not None:
-                        arrival = {RATE: rate} if scenario.share else {}
-                        self.samples.append(Sample({"scenario": name, "setting": setting}, round_id, {**arrival, **figures}))
+                for round_id, workload in enumerate(workloads):
+                    for variant, setting in rotated(zip(engines, scenario.settings, strict=True), round_id):
+                        measure = partial(_serve, engines[variant], warm_up, scenario.measure, workload)
+                        figures = turns.take(variant, f"in round {round_id}", measure)
+                        if figures is not None:
+                            arrival = {RATE: rate} if scenario.share else {}
+                            self.samples.append(Sample({"scenario": name, "setting": setting}, round_id, {**arrival, **figures}))
                 yield
 
     def _arrive(self, scenario: Scenario, rate: float, round_id: int) -> Workload:
@@ -99,9 +97,6 @@ class LoadBench:
         workload = scenario.draw(self.args, num_requests, round_id)
         times = draw_arrivals(len(workload), self.args.seed + round_id)
         return replace(workload, arrivals=[each / rate for each in times])
-
-    def _warm_up(self, engine: Engine, workload: Workload) -> Run:
-        return run_workload(engine, Workload(workload.prompts[:NUM_WARM_UP], workload.output_lens[:NUM_WARM_UP]))
 
     def _make_engine(self, scenario: Scenario, setting: str, max_model_len: int) -> Engine:
         options: dict[str, Any] = {"speculation": "off", "max_batch_size": self.args.max_batch_size}
@@ -149,6 +144,12 @@ class LoadBench:
         results: dict[str, Sequence[Row | Sample]] = {"rows": rows, "samples": samples}
         answer = f"{num_met} of {count(len(goals), 'goal')} reached."
         return Report("A server's load", answer, results, tables, notes=notes, warnings=self.problems)
+
+
+def _serve(engine: Engine, warm_up: Workload, measure: Callable[[Engine, Workload], Result], workload: Workload) -> Result:
+    """Measure after a warm-up with requests of no round, as prompts of a round must not be cached before."""
+    run_workload(engine, warm_up)
+    return measure(engine, workload)
 
 
 def _outcome(goal: Goal, reached: Spread | None) -> tuple[str, str]:

@@ -162,12 +162,10 @@ def possible_modes(draft_model: str | None, model_impl: str = "auto", *, trust_r
 
 
 def modes_at(modes: Iterable[str], at_once: int) -> list[str]:
-    """The modes that make sense with this many requests at once, Titan without a draft first, as outputs are compared with its.
+    """The modes that make sense with this many requests at once.
 
     One request at a time is the same with static, continuous and no batching; some engines know nothing else.
     """
     if at_once > 1:
-        chosen = [mode for mode in modes if not MODES[mode].only_single]
-    else:
-        chosen = [mode for mode in modes if mode not in (TITAN_STATIC, TITAN_SINGLE) or TITAN not in modes]
-    return sorted(chosen, key=lambda mode: mode != TITAN)
+        return [mode for mode in modes if not MODES[mode].only_single]
+    return [mode for mode in modes if mode not in (TITAN_STATIC, TITAN_SINGLE) or TITAN not in modes]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+
+from titan.bench.samples import Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class RequestRun:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of a workload; ``figures`` and ``details`` are those of a `titan.bench.samples.Sample` that the engine tells."""
+    """One run of a workload; ``figures`` and ``details`` are those of a `Sample` that the engine tells."""
 
     requests: list[RequestRun]  # in the order of the workload
     seconds: float
@@ -72,3 +74,9 @@ def share_equal(run: Run, reference: Run) -> float:
     """Share of the requests whose tokens equal those of the same place in ``reference``, one by one."""
     pairs = zip(run.requests, reference.requests, strict=True)
     return sum(mine.token_ids == theirs.token_ids for mine, theirs in pairs) / len(run.requests)
+
+
+def with_equal_outputs(samples: Sequence[Sample], runs: Iterable[Run], reference: Run) -> list[Sample]:
+    """Add "equal outputs" to the samples of runs on one workload: the share that equals those of ``reference``."""
+    pairs = zip(samples, runs, strict=True)
+    return [replace(each, figures={**each.figures, "equal outputs": share_equal(run, reference)}) for each, run in pairs]

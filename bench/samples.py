@@ -5,6 +5,7 @@ Names of labels and figures are the headers of the tables, so a figure's name ha
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -27,6 +28,7 @@ class Sample:
 
 
 SampleT = TypeVar("SampleT", bound=Sample)
+VariantT = TypeVar("VariantT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,13 @@ def group_samples(samples: Iterable[Sample]) -> list[list[Sample]]:
     for sample in samples:
         groups.setdefault(frozenset(sample.labels.items()), []).append(sample)
     return list(groups.values())
+
+
+def rotated(variants: Iterable[VariantT], round_id: int) -> list[VariantT]:
+    """Variants in the order of their turns in a round: each round begins with the next, so that no one is always after another."""
+    order = deque(variants)
+    order.rotate(-round_id)
+    return list(order)
 
 
 def with_ratio(samples: Sequence[SampleT], name: str, figure: str, **baseline: Label) -> list[SampleT]:

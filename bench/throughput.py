@@ -37,8 +37,8 @@ from titan.bench.modes import (
 from titan.bench.options import add_draft, add_target, bench_parser, model_options, parse, positive
 from titan.bench.prompts import prompt_stream
 from titan.bench.report import Report, Table, count, figure_table, in_one_round, measure_and_publish
-from titan.bench.runs import Run, latency_figures, share_equal
-from titan.bench.samples import Label, Row, Sample, make_rows, with_ratio
+from titan.bench.runs import Run, latency_figures, with_equal_outputs
+from titan.bench.samples import Label, Row, Sample, make_rows, rotated, with_ratio
 from titan.bench.step_times import model_of, product_and_kv_seconds
 from titan.bench.turns import Turns
 from titan.bench.workloads import Lengths, Workload, take_workload
@@ -48,8 +48,6 @@ from titan.kernels.backend import choose_device
 from titan.models.decoder import Decoder
 from titan.models.loader import resolve_model
 
-NUM_WARM_UP_TOKENS = 16
-"""Tokens that each request of a warm-up run generates."""
 WAVES_OF_A_MIX = 4
 """Requests per slot with mixed output lengths, so that slots become free while others are busy."""
 QUICK = {"dtype": ["float32"], "concurrency": [1, 8], "output_len": Lengths(16, 64)}
@@ -129,33 +127,32 @@ class ThroughputBench:
                 if TITAN in modes and not args.output_len.is_mixed:  # the passes of a batch that shrinks differ
                     # before all turns, each of which begins with a warm-up
                     alone = product_and_kv_ms(loaded.engine, at_once, context)
-                reference: Run | None = None
-                for labels, run in self._runs(loaded.dtype, turns, modes, workload, at_once):
-                    if labels["mode"] == TITAN:
-                        reference = run
-                        if alone is not None and (ms := run.figures.get("ms/target pass")) is not None:
-                            figures = {**run.figures, "ms/products and KV": alone, "pass x products and KV": ms / alone}
-                            run = replace(run, figures=figures)
-                    self.samples.append(timed_sample(labels, round_id, run, reference, context))
+                runs: dict[str, Run] = {}
+                for mode, run in self._runs(loaded.dtype, turns, rotated(modes.items(), round_id), workload, at_once):
+                    if mode == TITAN and alone is not None and (ms := run.figures.get("ms/target pass")) is not None:
+                        figures = {**run.figures, "ms/products and KV": alone, "pass x products and KV": ms / alone}
+                        run = replace(run, figures=figures)
+                    runs[mode] = run
+                    labels: dict[str, Label] = {"dtype": loaded.dtype, "mode": mode, "at once": at_once}
+                    self.samples.append(timed_sample(labels, round_id, run, context))
+                if TITAN in runs:
+                    self.samples[-len(runs) :] = with_equal_outputs(self.samples[-len(runs) :], runs.values(), runs[TITAN])
             yield
 
     def _runs(
-        self, dtype: str, turns: Turns, modes: Mapping[str, RunMode], workload: Workload, at_once: int
-    ) -> Iterator[tuple[dict[str, Label], Run]]:
-        """Yield labels and run of each mode that does not fail.
-
-        Each warms up at the beginning of its turn, since the system may have put its memory aside during those of the others.
-        """
-        warm_up = Workload(workload.prompts[:at_once], [min(NUM_WARM_UP_TOKENS, self.args.output_len.low)] * at_once)
+        self, dtype: str, turns: Turns, modes: Sequence[tuple[str, RunMode]], workload: Workload, at_once: int
+    ) -> Iterator[tuple[str, Run]]:
+        """Let modes take their turns, each after a warm-up; yields each that does not fail, and its run."""
+        warm_up = workload.warm_up(at_once)
 
         def work(run_mode: RunMode) -> Run:
             run_mode(warm_up, at_once)
             return run_mode(workload, at_once)
 
-        for mode, run_mode in modes.items():
+        for mode, run_mode in modes:
             run = turns.take(mode, f"at {count(at_once, 'request')} at once in {dtype}", partial(work, run_mode))
             if run is not None:
-                yield {"dtype": dtype, "mode": mode, "at once": at_once}, run
+                yield mode, run
 
     def _prompts(self) -> Iterator[list[int]]:
         args = self.args
@@ -192,21 +189,19 @@ def product_and_kv_ms(engine: Engine | None, at_once: int, context: float) -> fl
     return 1e3 * product_and_kv_seconds(engine, at_once, context)
 
 
-def timed_sample(labels: Mapping[str, Label], round_id: int, run: Run, reference: Run | None, context: float) -> Sample:
+def timed_sample(labels: Mapping[str, Label], round_id: int, run: Run, context: float) -> Sample:
     """Keep what the report needs of a run.
 
     Args:
         labels: of the run.
         round_id: likewise.
         run: of a mode.
-        reference: Titan's without a draft in the same round, if there is one.
         context: mean tokens of a request, of those that it generates half.
     """
     latencies = latency_figures(run.requests)
     if MODES[str(labels["mode"])].ends_together:
         latencies = {name: value for name, value in latencies.items() if not name.startswith("between tokens")}
-    equal = {} if reference is None else {"equal outputs": share_equal(run, reference)}
-    figures = {"context": context, **run.rates, **run.figures, **latencies, **equal}
+    figures = {"context": context, **run.rates, **run.figures, **latencies}
     return Sample(labels, round_id, figures, {"latency, s": [each.latency for each in run.requests]})
 
 

@@ -12,6 +12,9 @@ from pathlib import Path
 
 from titan.core.terms import RequestTerms
 
+NUM_WARM_UP_TOKENS = 16
+"""Most tokens that a request of a warm-up generates."""
+
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
@@ -72,6 +75,11 @@ class Workload:
     def max_len(self) -> int:
         """Tokens of the longest request, prompt and output."""
         return max(len(prompt) + output_len for prompt, output_len in zip(self.prompts, self.output_lens, strict=True))
+
+    def warm_up(self, num_requests: int) -> Workload:
+        """The first requests, together and with few tokens each: with these a turn begins, as memory may have been put aside."""
+        output_lens = [min(NUM_WARM_UP_TOKENS, each) for each in self.output_lens[:num_requests]]
+        return Workload(self.prompts[:num_requests], output_lens)
 
 
 def take_workload(prompts: Iterator[list[int]], num_requests: int, output_lens: Iterator[int]) -> Workload:

@@ -94,9 +94,10 @@ def test_drafts_take_turns_on_the_same_prompts_and_what_cannot_run_is_named(zoo:
     drafts = [good, f"{good},tree=dynamic,tokens=6", "truncated:1", "ngram", zoo.path("small_vocab")]
     options = ["--workload", "code", "chat", "synthetic", "--temperature", "0", "0.8"]
     result = run(zoo, tmp_path, *options, *(f"--draft={draft}" for draft in drafts))
-    turns = [(each, t, name) for each in ("code", "synthetic") for t in (0.0, 0.8) for name in (NO_DRAFT, *drafts[:4])]
+    orders = [NO_DRAFT, *drafts[:4]], [*drafts[:4], NO_DRAFT]
+    places = [(each, t) for each in ("code", "synthetic") for t in (0.0, 0.8)]
     found = [(each["round_id"], *each["labels"].values()) for each in result["samples"]]
-    assert found == [(round_id, *turn) for round_id in (0, 1) for turn in turns]
+    assert found == [(round_id, *place, name) for round_id in (0, 1) for place in places for name in orders[round_id]]
     assert "left out: workload chat" in (warnings := "; ".join(result["warnings"])) and "has another vocabulary" in warnings
     rows = {tuple(row["labels"].values()): row["figures"] for row in result["rows"]}
     for (_, temperature, name), figures in rows.items():

@@ -89,3 +89,8 @@ def test_a_workload_takes_the_next_of_its_streams_and_all_arrives_at_once() -> N
     assert take_workload(prompts, 2, repeat(4)) == Workload([[0], [1]], [4, 4], [0.0, 0.0])
     next_ones = take_workload(prompts, 1, repeat(9))
     assert next_ones == Workload([[2]], [9]) and len(next_ones) == 1 and next_ones.max_len == 10
+
+
+def test_a_warm_up_has_the_first_requests_with_few_tokens_each_and_none_later() -> None:
+    workload = Workload([[1], [2], [3]], [5, 128, 7], [0.0, 1.0, 2.0])
+    assert workload.warm_up(2) == Workload([[1], [2]], [5, 16]) and workload.warm_up(9).arrivals == [0.0] * 3

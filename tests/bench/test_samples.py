@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from titan.bench.runs import RequestRun, Run, latency_figures, share_equal
-from titan.bench.samples import Sample, Spread, make_rows, sum_details, with_ratio
+from titan.bench.runs import RequestRun, Run, latency_figures, share_equal, with_equal_outputs
+from titan.bench.samples import Sample, Spread, make_rows, rotated, sum_details, with_ratio
 
 
 def sample(mode: str, round_id: int, **figures: float) -> Sample:
@@ -34,6 +34,10 @@ def test_the_ratio_is_the_median_of_the_ratios_within_the_rounds_that_both_have(
     assert rows[1].figures["x slow"] == Spread(2.0, 1.1, 3.0, 3)  # the ratio of the medians would be 0.8
 
 
+def test_each_round_begins_with_the_next_variant() -> None:
+    assert ["".join(rotated("abc", round_id)) for round_id in range(4)] == ["abc", "bca", "cab", "abc"] and rotated("", 1) == []
+
+
 def test_details_are_added_up() -> None:
     samples = [Sample({}, 0, {}, {"depths": [3, 1]}), Sample({}, 1, {}, {"depths": [2]}), Sample({}, 2, {})]
     assert sum_details(samples, "depths") == [5, 1]
@@ -52,4 +56,7 @@ def test_equal_outputs_are_counted_in_place() -> None:
         return Run([RequestRun(each, 1.0, None) for each in token_ids], 2.0)
 
     assert share_equal(run([1, 2], [3], [4]), run([1, 2], [3, 4], [4])) == pytest.approx(2 / 3)
+    runs = [run([1]), run([2])]
+    first, second = with_equal_outputs([sample("a", 0, speed=1.0), sample("b", 0)], runs, runs[1])
+    assert (first.figures, second.figures) == ({"speed": 1.0, "equal outputs": 0.0}, {"equal outputs": 1.0})
     assert run([1, 2], [3]).rates == {"tokens/s": 1.5, "requests/s": 1.0}
