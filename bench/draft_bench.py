@@ -18,7 +18,7 @@ from titan.bench.depths import DepthCounts, wilson_share
 from titan.bench.draft_recipes import DraftRecipe, Models
 from titan.bench.engine_run import make_idle, run_workload
 from titan.bench.loading import engine_options
-from titan.bench.options import add_draft_weight_bits, add_target, bench_parser, model_options, positive
+from titan.bench.options import add_draft_weight_bits, add_rounds, add_target, bench_parser, model_options, positive
 from titan.bench.prompts import prompt_stream
 from titan.bench.report import Report, count, figure_table, format_label, in_one_round
 from titan.bench.runs import Run, with_equal_outputs
@@ -28,7 +28,7 @@ from titan.bench.workloads import Lengths, Workload, take_workload
 from titan.core.dtypes import RUN_DTYPES
 from titan.draft.base import Drafter
 
-QUICK = {"output_len": 48, "repeats": 1}
+QUICK = {"output_len": 48, "rounds": 1}
 COLUMNS = {
     "tokens/s": "±.0f",
     "x no draft": "±.2f",
@@ -108,9 +108,9 @@ class DraftBench:
             (setting, [draft for draft in (NO_DRAFT, *(each.name for each in setting.recipes)) if draft in self.drafters])
             for setting in self.settings
         ]
-        num_turns = self.args.repeats * sum(len(drafts) for _, drafts in settings)
+        num_turns = self.args.rounds * sum(len(drafts) for _, drafts in settings)
         with Turns(num_turns, self.problems, lambda _: make_idle(self.engine)) as turns:
-            for round_id, (setting, drafts) in product(range(self.args.repeats), settings):
+            for round_id, (setting, drafts) in product(range(self.args.rounds), settings):
                 place = ", ".join(f"{name} {format_label(value)}" for name, value in setting.labels.items())
                 runs: dict[str, Run] = {}
                 for draft in rotated(drafts, round_id):
@@ -144,7 +144,7 @@ class DraftBench:
         answer = f"Fastest {kind} by tokens/s{in_one_round(rows)}: {'; '.join(places)}."
         about = (
             f"{args.model}, {args.dtype}; {count(args.concurrency, 'request')} at once, {count(args.waves, 'request')} per slot, "
-            f"prompts of {args.prompt_len} tokens, {args.output_len} generated; {count(args.repeats, 'interleaved round')}."
+            f"prompts of {args.prompt_len} tokens, {args.output_len} generated; {count(args.rounds, 'interleaved round')}."
         )
         labels = list(rows[0].labels) if rows else []
         return Report(
@@ -201,13 +201,13 @@ def take_workloads(args: argparse.Namespace, source: str) -> list[Workload]:
         ValueError: the source of prompts cannot be used.
     """
     prompts = prompt_stream(args.model, source, args.prompt_len, args.seed, **model_options(args))
-    return [take_workload(prompts, args.concurrency * args.waves, repeat(args.output_len)) for _ in range(args.repeats)]
+    return [take_workload(prompts, args.concurrency * args.waves, repeat(args.output_len)) for _ in range(args.rounds)]
 
 
 def draft_parser(name: str, description: str | None) -> argparse.ArgumentParser:
     """The parser of both subcommands; ``--quick`` means `QUICK`."""
     parser = bench_parser(name, description)
-    parser.add_argument("--quick", action="store_true", help="a first look: {output_len} tokens, {repeats} round".format(**QUICK))
+    parser.add_argument("--quick", action="store_true", help="a first look: {output_len} tokens, {rounds} round".format(**QUICK))
     add_target(parser)
     add_draft_weight_bits(parser)
     parser.add_argument("--dtype", choices=list(RUN_DTYPES), default="bfloat16")
@@ -216,5 +216,5 @@ def draft_parser(name: str, description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--waves", type=positive, default=1, help="requests per slot (default: %(default)s)")
     parser.add_argument("--prompt-len", type=Lengths.parse, default="64", help="tokens, or a mix such as 16-256 (default: 64)")
     parser.add_argument("--output-len", type=positive, default=128, help="tokens (default: %(default)s)")
-    parser.add_argument("--repeats", type=positive, default=3, help="rounds (default: %(default)s)")
+    add_rounds(parser, 3)
     return parser

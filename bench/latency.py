@@ -28,7 +28,7 @@ from itertools import product, takewhile
 from titan import LLM
 from titan.bench.engine_run import make_idle, run_workload
 from titan.bench.loading import engine_options
-from titan.bench.options import above_zero, add_draft, add_target, bench_parser, model_options, parse, positive
+from titan.bench.options import above_zero, add_draft, add_rounds, add_target, bench_parser, model_options, parse, positive
 from titan.bench.prompts import prompt_stream
 from titan.bench.report import Report, count, figure_table, measure_and_publish
 from titan.bench.runs import RequestRun, Run, latency_figures
@@ -64,7 +64,7 @@ TOKEN_TIMES = {
 }
 CAPACITY_SHARES = (0.3, 0.6, 0.8, 1.0, 1.3, 2.0)
 """Rates of a sweep that names none, over what the engine finishes per second without a draft if all requests come at once."""
-QUICK = {"num_requests": 32, "repeats": 1, "capacity_shares": (0.6, 1.3)}
+QUICK = {"num_requests": 32, "rounds": 1, "capacity_shares": (0.6, 1.3)}
 
 
 class LatencyBench:
@@ -89,7 +89,7 @@ class LatencyBench:
                 take_workload(prompts, args.num_requests, output_lens),
                 arrivals=draw_arrivals(args.num_requests, args.seed + round_id),
             )
-            for round_id in range(args.repeats)
+            for round_id in range(args.rounds)
         ]
         longest = max(workload.max_len for workload in self.workloads)
         options = {"speculation": "fixed", "max_draft_tokens": args.max_draft_tokens, "num_kv_blocks": None}  # as there is room
@@ -100,11 +100,11 @@ class LatencyBench:
     def run(self) -> Iterator[None]:
         """Warm up, find the rates if none are given, and measure all of them in rounds; an engine that fails is left out."""
         num_rates = len(self._rates) or len(self.args.capacity_shares)
-        num_turns = len(self._engines) * (1 + num_rates * self.args.repeats) + (not self._rates)
+        num_turns = len(self._engines) * (1 + num_rates * self.args.rounds) + (not self._rates)
         with Turns(num_turns, self.problems, lambda _: make_idle(self.llm.engine)) as turns:
             for engine in self._engines:
                 turns.take(engine, "while it warmed up", partial(self._warm_up, engine))
-            for round_id, rate in product(range(self.args.repeats), self._rates or self._find_rates(turns)):
+            for round_id, rate in product(range(self.args.rounds), self._rates or self._find_rates(turns)):
                 for engine in rotated(self._engines, round_id):
                     sample = turns.take(engine, f"at {rate:g} requests/s", partial(self._measure, engine, rate, round_id))
                     if sample is not None:
@@ -162,7 +162,7 @@ class LatencyBench:
         notes = [
             f"{args.model}, {args.dtype}; {count(args.num_requests, 'request')} per run, prompts of {args.prompt_len} tokens, "
             f"outputs of {args.output_len}; at most {args.max_batch_size} at once; "
-            f"{count(args.repeats, 'interleaved round')}.",
+            f"{count(args.rounds, 'interleaved round')}.",
             f"within target: first token after at most {args.slo_ttft:g} s, then at most {args.slo_tbt:g} s between tokens on "
             "average; goodput: requests within the target per second; requests/s: finished.",
             "followed: requests finished while the second half arrives, over that half; excess: requests by which the queue grows "
@@ -263,6 +263,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--output-len", type=Lengths.parse, default="16-128", help=mix_help)
     add("--slo-ttft", type=above_zero, default=0.5, help="target: most seconds to the first token (default: %(default)s)")
     add("--slo-tbt", type=above_zero, default=0.05, help="target: most seconds between tokens (default: %(default)s)")
-    add("--repeats", type=positive, default=2, help="rounds (default: %(default)s)")
+    add_rounds(parser, 2)
     parser.set_defaults(capacity_shares=CAPACITY_SHARES)
     return parse(parser, argv, QUICK)

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 from titan.bench.engine_run import make_idle, run_workload
 from titan.bench.load_scenarios import FIRST_SETTING, Goal, Scenario, make_scenarios
 from titan.bench.loading import engine_options, load_target
-from titan.bench.options import above_zero, add_draft, add_target, bench_parser, parse, positive
+from titan.bench.options import above_zero, add_draft, add_rounds, add_target, bench_parser, parse, positive
 from titan.bench.report import Report, Table, count, figure_table, measure_and_publish
 from titan.bench.samples import Row, Sample, Spread, make_rows, rotated, with_ratio
 from titan.bench.turns import Turns
@@ -38,7 +38,7 @@ from titan.engine import Engine
 from titan.kernels.backend import choose_backend, choose_device
 
 NAMES = ("long-prompts", "priority", "fair", "prefix", "int8", "int8-memory", "load")
-QUICK = {"num_requests": 22, "seconds": 5.0, "repeats": 1, "output_len": Lengths(8, 16), "max_batch_size": 8}
+QUICK = {"num_requests": 22, "seconds": 5.0, "rounds": 1, "output_len": Lengths(8, 16), "max_batch_size": 8}
 RATE = "requests/s"
 Result = TypeVar("Result")
 
@@ -64,7 +64,7 @@ class LoadBench:
 
     def run(self) -> Iterator[None]:
         """Measure the scenarios in rounds; a setting that fails is left out."""
-        num_turns = sum(len(each.settings) * self.args.repeats + (each.share > 0) for each in self.scenarios.values())
+        num_turns = sum(len(each.settings) * self.args.rounds + (each.share > 0) for each in self.scenarios.values())
         engines: dict[str, Engine] = {}
         with Turns(num_turns, self.problems, lambda variant: make_idle(engines[variant])) as turns:
             for name, scenario in self.scenarios.items():
@@ -79,7 +79,7 @@ class LoadBench:
                     if run is None:
                         continue
                     rate = scenario.share * run.rates[RATE]
-                workloads = [self._arrive(scenario, rate, each) for each in range(1, self.args.repeats + 1)]
+                workloads = [self._arrive(scenario, rate, each) for each in range(1, self.args.rounds + 1)]
                 for round_id, workload in enumerate(workloads):
                     for variant, setting in rotated(zip(engines, scenario.settings, strict=True), round_id):
                         measure = partial(_serve, engines[variant], warm_up, scenario.measure, workload)
@@ -108,7 +108,7 @@ class LoadBench:
     def _longest(self, scenario: Scenario) -> int:
         """Tokens of the longest request of any round; where the rate says how many there are, they are short ones."""
         args = self.args
-        drawn = [scenario.draw(args, args.num_requests, round_id).max_len for round_id in range(1 + args.repeats)]
+        drawn = [scenario.draw(args, args.num_requests, round_id).max_len for round_id in range(1 + args.rounds)]
         short: int = args.prompt_len.high + args.output_len.high
         return max(short, *drawn)
 
@@ -137,7 +137,7 @@ class LoadBench:
         notes = [
             f"{args.model}, draft {args.draft_model}, {args.dtype}; prompts of {args.prompt_len} tokens, outputs of "
             f"{args.output_len}; {count(args.num_requests, 'request')}, in priority those of {args.seconds:g} s; at most "
-            f"{args.max_batch_size} at once; {count(args.repeats, 'interleaved round')}.",
+            f"{args.max_batch_size} at once; {count(args.rounds, 'interleaved round')}.",
             f"{FIRST_SETTING.strip()}: ratio to the setting named first, median and range over the rounds; requests/s: arrivals.",
         ]
         num_met = sum(goal[-1] == "yes" for goal in goals)
@@ -188,7 +188,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--max-batch-size", type=positive, default=32, help="most requests that run at once (default: %(default)s)")
     add("--inter-token-ms", nargs="+", type=above_zero, default=[50.0, 100.0], help="max_inter_token_s (default: 50 100)")
     add("--kv-memory", type=positive, default=256, help="MiB, of int8-memory (default: %(default)s)")
-    add("--repeats", type=positive, default=2, help="rounds (default: %(default)s)")
+    add_rounds(parser, 2)
     args = parse(parser, argv, QUICK)
     if args.draft_model is None and "load" in args.scenario:
         raise ValueError(f"--scenario load of --model {args.model} needs a draft: give --draft-model")

@@ -55,6 +55,11 @@ def add_draft_weight_bits(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_rounds(parser: argparse.ArgumentParser, default: int) -> None:
+    """Add the option for the number of rounds, which commands of older results have under another name."""
+    parser.add_argument("--rounds", "--repeats", type=positive, default=default, help="default: %(default)s")
+
+
 def model_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return how models are to be opened, as `LLM` and `open_model` take it.
 

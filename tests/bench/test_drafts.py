@@ -76,14 +76,14 @@ def test_a_registered_drafter_is_what_is_measured_whatever_its_factory_has_chang
     monkeypatch.setattr("titan.draft.registry._FACTORIES", dict(_FACTORIES))
     register("wrong", make_wrong)
     drafts = ["--draft=wrong", f"--draft={zoo.path('llama~')}"]
-    result = run(zoo, tmp_path, *drafts, "--workload", "synthetic", "--repeats", "1")
+    result = run(zoo, tmp_path, *drafts, "--workload", "synthetic", "--rounds", "1")
     assert result["answer"].startswith("Fastest draft by tokens/s in one round: at temperature 0 ")
     steps = [row["figures"]["tokens/step"]["median"] for row in result["rows"]]
     assert steps[0] == steps[1] == 1 < steps[2]
 
 
 def run(zoo: Zoo, folder: Path, *options: str) -> dict[str, Any]:
-    sizes = ["--prompt-len", "12", "--output-len", "18", "--repeats", "2", "--concurrency", "2", "--threads", "1"]
+    sizes = ["--prompt-len", "12", "--output-len", "18", "--rounds", "2", "--concurrency", "2", "--threads", "1"]
     main(["--model", zoo.path("llama+text"), "--dtype", "float32", *sizes, "--json", str(folder / "run.json"), *options])
     result: dict[str, Any] = json.loads((folder / "run.json").read_text())
     return result
@@ -124,7 +124,7 @@ def test_what_fails_amid_a_step_is_left_out_and_the_others_go_on(
             return original(engine, workload, concurrency, temperature=temperature)
 
     monkeypatch.setattr(draft_bench, "run_workload", fail_in_second_round)
-    result = run(zoo, tmp_path, "--draft=ngram", "--draft=truncated:1", "--workload", "synthetic", "--repeats", "3")
+    result = run(zoo, tmp_path, "--draft=ngram", "--draft=truncated:1", "--workload", "synthetic", "--rounds", "3")
     assert runs[:4] == [(name, length, length) for name in (NO_DRAFT, "ngram") for length in (16, 18)]
     found = {row["labels"]["draft"]: row["figures"]["tokens/s"]["num_rounds"] for row in result["rows"]}
     assert found == {NO_DRAFT: 3, "ngram": 3, "truncated:1": 3} | {failing: 1}
@@ -190,7 +190,7 @@ def test_speed_ups_are_within_rounds_and_the_fastest_is_so_over_workloads() -> N
 
 
 def run_trees(zoo: Zoo, *options: str) -> None:
-    sizes = ["--concurrency", "2", "--prompt-len", "8", "--output-len", "12", "--repeats", "1", "--threads", "1"]
+    sizes = ["--concurrency", "2", "--prompt-len", "8", "--output-len", "12", "--rounds", "1", "--threads", "1"]
     trees.main(["--model", zoo.path("llama"), "--draft-model", zoo.path("llama~"), "--dtype", "float32", *sizes, *options])
 
 

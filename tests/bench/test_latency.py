@@ -68,7 +68,7 @@ def test_limits_are_the_last_rate_followed_and_the_first_that_saturates() -> Non
 
 def run(zoo: Zoo, folder: Path, *options: str) -> dict[str, Any]:
     models = ["--model", zoo.path("llama"), "--draft-model", zoo.path("llama~"), "--dtype", "float32", "--threads", "1"]
-    sizes = ["--prompt-len", "4-20", "--output-len", "2-8", "--num-requests", "6", "--repeats", "2"]
+    sizes = ["--prompt-len", "4-20", "--output-len", "2-8", "--num-requests", "6", "--rounds", "2"]
     latency.main([*models, *sizes, "--json", str(folder / "run.json"), *options])
     result: dict[str, Any] = json.loads((folder / "run.json").read_text())
     return result
@@ -115,7 +115,7 @@ def test_an_engine_that_fails_is_left_out_and_the_other_goes_on(
             return serve(engine, workload, use_speculative=use_speculative)
 
     monkeypatch.setattr(latency, "run_workload", serve_or_fail)
-    result = run(zoo, tmp_path, "--repeats", "1")
+    result = run(zoo, tmp_path, "--rounds", "1")
     assert len(result["rows"]) == 6 and not any(row["labels"]["engine"].startswith(failing) for row in result["rows"])
     [problem] = result["warnings"]
     assert problem.startswith(failing) and problem.endswith("ended while it warmed up: ZeroDivisionError: division by zero")

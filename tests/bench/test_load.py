@@ -15,7 +15,7 @@ from titan.bench.load_scenarios import LONG_LEN, SHORT_PER_LONG, Goal, make_scen
 
 
 def options(zoo: Zoo, *more: str) -> list[str]:
-    sizes = ["--prompt-len", "4-20", "--output-len", "3-6", "--num-requests", "44", "--repeats", "1", "--max-batch-size", "4"]
+    sizes = ["--prompt-len", "4-20", "--output-len", "3-6", "--num-requests", "44", "--rounds", "1", "--max-batch-size", "4"]
     limits = ["--seconds", "0.2", "--kv-memory", "1", "--inter-token-ms", "5", "--threads", "1", "--dtype", "float32"]
     return ["--model", zoo.path("llama"), "--draft-model", zoo.path("llama~"), *sizes, *limits, *more]
 
@@ -67,7 +67,7 @@ def test_a_long_prompt_is_one_that_the_texts_have_however_long_the_model(zoo: Zo
 
 @pytest.mark.parametrize("seed", range(5))
 def test_an_engine_has_room_for_the_longest_request_of_any_round(zoo: Zoo, seed: int) -> None:
-    bench = LoadBench(parse_arguments(options(zoo, "--seed", str(seed), "--num-requests", "11", "--repeats", "5")))
+    bench = LoadBench(parse_arguments(options(zoo, "--seed", str(seed), "--num-requests", "11", "--rounds", "5")))
     for scenario in bench.scenarios.values():
         rounds = [bench._arrive(scenario, 500.0, round_id) for round_id in range(1, 6)]
         assert max(each.max_len for each in rounds) <= bench._longest(scenario) <= bench.args.max_len
