@@ -17,7 +17,6 @@ Ctrl-C ends the measurement and reports what there is.
 from __future__ import annotations
 
 import argparse
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -37,7 +36,7 @@ from titan.bench.options import add_draft, add_target, bench_parser, model_optio
 from titan.bench.prompts import prompt_stream
 from titan.bench.report import Report, count, figure_table, in_one_round, measure_and_publish
 from titan.bench.runs import Run
-from titan.bench.samples import Row, Sample, Spread, group_samples, make_rows, with_ratio
+from titan.bench.samples import Row, Sample, Spread, group_samples, make_rows, rotated, with_ratio
 from titan.bench.turns import Turns
 from titan.bench.workloads import Lengths, Workload, take_workload
 from titan.core.dtypes import RUN_DTYPES
@@ -58,8 +57,6 @@ COLUMNS = {"tokens/s": "±.1f", GAIN: "[.2f", SHARE: "[.2f", "nodes/step": ".2f"
 NUM_RESAMPLES = 10_000
 MIN_ROUNDS = 6
 """From which there are intervals: the range of five values has their median in it with less than 95 %."""
-NUM_WARM_UP_TOKENS = 16
-"""Tokens that each request of a warm-up run generates."""
 QUICK = {"concurrency": [1, 8], "fixed": [2, 6], "output_len": 48, "rounds": 3}
 
 
@@ -100,24 +97,22 @@ class AdaptiveBench:
                 num_requests = at_once * (1 if args.first_steps else args.waves)
                 workloads = [take_workload(self._prompts, num_requests, repeat(self._output_len)) for _ in range(args.rounds)]
                 place = f"at {count(at_once, 'request')} at once"
-                order = deque(self.settings)
                 for round_id, workload in enumerate(workloads):
-                    for setting in order:
+                    for setting in rotated(self.settings, round_id):
                         run = turns.take(setting, place, partial(self._run, setting, workload, at_once))
                         if run is not None:
                             labels = {"at once": at_once, "setting": setting}
                             self.samples.append(Sample(labels, round_id, {**run.rates, **run.figures}))
-                    order.rotate()
                 yield
 
     def _run(self, setting: str, workload: Workload, at_once: int) -> Run:
         """Run once, after a warm-up, since the system may have put an engine's memory aside; the first steps have none."""
         if self.args.first_steps:
             return run_first_steps(self._make_engine(setting), workload, self.args.first_steps)
-        engine, output_len = self._engines[setting], min(NUM_WARM_UP_TOKENS, self._output_len)
+        engine = self._engines[setting]
         if engine.backend.is_host:  # a new cache, elsewhere in the memory
             engine.resize_kv_cache(engine.kv.num_blocks + 1)
-        run_workload(engine, take_workload(iter(workload.prompts), at_once, repeat(output_len)), at_once)
+        run_workload(engine, workload.warm_up(at_once), at_once)
         return run_workload(engine, workload, at_once)
 
     def _recover(self, setting: str) -> None:

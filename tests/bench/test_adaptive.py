@@ -65,7 +65,7 @@ def test_every_setting_gives_a_row(zoo: Zoo, tmp_path: Path) -> None:
             assert (nodes > 0) == (setting != "off") or setting == "adaptive"
             assert nodes <= {"off": 0, "fixed 1": 1, "fixed 3": 3, "adaptive": 6}[setting] and 1 <= tokens <= 1 + nodes
     turns = [(sample["labels"]["setting"], sample["round_id"]) for sample in result["samples"] if sample["labels"]["at once"] == 1]
-    assert turns == [*((each, 0) for each in settings), *((each, 1) for each in (settings[-1], *settings[:-1]))]
+    assert turns == [*((each, 0) for each in settings), *((each, 1) for each in (*settings[1:], settings[0]))]
     for at_once in (1, 3, "all"):
         assert sum("x best fixed" in rows[at_once, setting] for setting in settings) == 3
     # matplotlib writes each text of a plot into a comment
