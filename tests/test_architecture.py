@@ -24,10 +24,8 @@ ORDER = [
     {"titan.kernels.cpu", "titan.kernels.triton"},
     {"titan.kernels.backend"},
     {"titan.models"},
-    {"titan.memory", "titan.sample"},
-    {"titan.execute"},
-    {"titan.draft", "titan.verify"},
-    {"titan.schedule", "titan.adaptive", "titan.claims"},
+    {"titan.memory", "titan.draft", "titan.verify"},
+    {"titan.execute", "titan.schedule", "titan.adaptive", "titan.claims"},
     {"titan.engine_metrics"},
     {
         "titan.diagnosis",

@@ -38,8 +38,8 @@ from titan.models.config import DecoderConfig
 from titan.models.decoder import Decoder
 from titan.models.files import ModelFiles
 from titan.models.loader import open_model
-from titan.sample.logits import TransformedRows, transform_logits
 from titan.verify.logprobs import emitted_logprobs
+from titan.verify.transforms import TransformedRows, transform_logits
 
 META = torch.device("meta")
 VOCAB_SIZE = 96

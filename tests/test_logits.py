@@ -19,8 +19,8 @@ from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
 from titan.core.trees import EMPTY_TREE, DraftTree
 from titan.kernels.torch.backend import TorchBackend
-from titan.sample.logits import TransformResult
 from titan.verify.options import explain_row, transform_rows
+from titan.verify.transforms import TransformResult
 
 VOCAB_SIZE = 11
 STOP = 4

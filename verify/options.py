@@ -12,7 +12,7 @@ from torch import Tensor
 from titan.core.arrays import Ints
 from titan.core.request import Request
 from titan.core.trees import EMPTY_TREE, DraftTree, DraftTrees, Upload
-from titan.sample.logits import TransformedRows, TransformResult, transform_logits
+from titan.verify.transforms import TransformedRows, TransformResult, transform_logits
 
 NO_TOKENS = np.zeros(0, np.int64)
 """In place of the distinct tokens of a prompt where they are not needed."""

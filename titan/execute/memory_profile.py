@@ -14,7 +14,7 @@ from titan.core.sampling_params import SamplingParams
 from titan.core.sampling_rows import SamplingRows
 from titan.core.trees import DraftTrees
 from titan.kernels.interfaces import Backend, Model, PassCounts, PassLimits
-from titan.sample.logits import TransformedRows, transform_logits
+from titan.verify.transforms import TransformedRows, transform_logits
 
 ALL_PENALTIES = SamplingParams(repetition_penalty=1.1, frequency_penalty=0.1, presence_penalty=0.1)
 

@@ -1,1 +1,0 @@
-"""Transforms of logits before sampling."""
