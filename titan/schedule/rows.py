@@ -45,7 +45,7 @@ class RowChooser:
             self._add_running(request, 1)
         may_join = scheduler.waiting and len(scheduler.running) < self._options.max_batch_size
         if may_join:
-            self._num_spare_blocks = self._kv.pool.num_free - self.num_missing_blocks(scheduler.running)
+            self._num_spare_blocks = self._kv.pool.num_free - self._num_missing_blocks(scheduler.running)
         prefills = [each for each in scheduler.running if each.num_uncomputed_tokens > 1]
         wanted = [self._num_wanted(each) for each in prefills]
         num_behind = sum(wanted) + (self._num_wanted_by_waiting() if prefills else 0)
@@ -58,7 +58,7 @@ class RowChooser:
         self._add_drafts()
         return plan
 
-    def num_missing_blocks(self, requests: Sequence[Request]) -> int:
+    def _num_missing_blocks(self, requests: Sequence[Request]) -> int:
         """Return how many free blocks requests need to the end of their next step, or with "max_tokens" to their own end."""
         if self._options.reservation == "max_tokens":
             return sum([self._kv.num_missing_blocks(each, each.num_prompt_tokens + each.max_tokens) for each in requests])
@@ -145,7 +145,7 @@ class RowChooser:
                 return "tokens"
             num_free, num_kept = pool.num_free, self._num_blocks_kept_free(request)
             scheduler.start(request)
-            self._num_spare_blocks -= num_free - pool.num_free + self.num_missing_blocks([request]) + num_kept
+            self._num_spare_blocks -= num_free - pool.num_free + self._num_missing_blocks([request]) + num_kept
             if not is_delayed:  # else its KV is copied in during this step's passes, or computed by a sibling
                 self._kv.await_copies()
                 num_tokens = min(self._num_wanted(request), self._prompt_budget)
@@ -163,7 +163,7 @@ class RowChooser:
         if scheduler.counters.num_preemptions > self._num_preemptions_before:  # running requests lacked room
             return "blocks"
         if request not in self._num_needed:
-            self._num_needed[request] = self.num_missing_blocks([request]) + self._num_blocks_kept_free(request)
+            self._num_needed[request] = self._num_missing_blocks([request]) + self._num_blocks_kept_free(request)
         return "blocks" if scheduler.running and self._num_needed[request] > self._num_spare_blocks else None
 
     def _displace(self) -> None:
@@ -173,7 +173,7 @@ class RowChooser:
         candidates = scheduler.policy.displaceable(request, scheduler.running, scheduler.clock())
         if not candidates or self._options.reservation == "max_tokens" or kv.awaits_sibling(request):
             return
-        num_lacking = self.num_missing_blocks([*scheduler.running, request]) - kv.pool.num_free
+        num_lacking = self._num_missing_blocks([*scheduler.running, request]) - kv.pool.num_free
         num_lacking += self._num_blocks_kept_free(request)
         is_full, victims = len(scheduler.running) >= self._options.max_batch_size, list[Request]()
         wanted = {*kv.found_blocks(request)}
@@ -185,7 +185,7 @@ class RowChooser:
             num_holders.update(candidate.block_ids)
             own = [each for each in candidate.block_ids if each not in wanted]
             num_lacking -= sum([kv.pool.num_references(each) == num_holders[each] for each in own])
-            num_lacking -= self.num_missing_blocks([candidate])
+            num_lacking -= self._num_missing_blocks([candidate])
         if num_lacking <= 0:
             for victim in victims:
                 scheduler.preempt(victim)

@@ -167,8 +167,11 @@ class Scheduler:
                 f"num_blocks={num_blocks} is too few for request {largest.request_id}, which may need {num_needed}: at least "
                 f"these are needed until it has finished"
             )
-        num_reserved = self.kv.num_blocks - self.kv.pool.num_free + RowChooser(self, 0).num_missing_blocks(self.running)
-        if self.options.reservation == "max_tokens" and num_reserved > num_blocks:
+        if self.options.reservation != "max_tokens":
+            return
+        num_missing = sum([self.kv.num_missing_blocks(each, each.num_prompt_tokens + each.max_tokens) for each in self.running])
+        num_reserved = self.kv.num_blocks - self.kv.pool.num_free + num_missing
+        if num_reserved > num_blocks:
             raise ValueError(
                 f"num_blocks={num_blocks} is too few for reservation='max_tokens': at least {num_reserved} are needed until a "
                 f"running request has finished"
