@@ -87,10 +87,6 @@ class KVCache:
             num_held = sum(map(bool, map(self.pool.num_references, self.found_blocks(request))))
         return max(self._num_blocks_of(num_slots) - num_held, 0)
 
-    def most_slots(self, request: Request) -> int:
-        """Return how many slots `reserve` can cover for a request: those of its own blocks and of all free ones."""
-        return (len(request.block_ids) + self.pool.num_free) * self.block_size
-
     def found_blocks(self, request: Request) -> Collection[int]:
         """Return the blocks of the pool that hold KV of a request without blocks, so that it can share them."""
         return self._prefixes.found_blocks(request)
@@ -153,7 +149,7 @@ class KVCache:
     def reserve_most(self, request: Request, num_slots: int) -> int:
         """Extend the block table to ``num_slots`` slots, or to as many as the free blocks allow; return how many it covers."""
         if not self.reserve(request, num_slots):
-            num_slots = self.most_slots(request)
+            num_slots = (len(request.block_ids) + self.pool.num_free) * self.block_size
             self.reserve(request, num_slots)
         return num_slots
 
