@@ -1,51 +1,46 @@
-"""Ownership of stateful objects (policies, drafters with a cache) that only one engine may use."""
+"""Ownership of stateful objects (policies, drafters with a cache) that only one engine may use, as long as it lives."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from threading import RLock
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 from titan.core.checks import shown
 
 
-class Claims:
-    """The objects that one engine owns, as long as it lives."""
+def check_claim(owner: object, name: str, value: object) -> None:
+    """Check that no other engine than ``owner`` has claimed a value.
 
-    def __init__(self) -> None:
-        self._values: tuple[object, ...] = ()
-
-    def check(self, name: str, value: object) -> None:
-        """Check that no other engine owns a value.
-
-        Raises:
-            ValueError: another one does; ``name`` is the argument in the message.
-        """
-        with _claiming:
-            is_claimed = any(value is claimed for each in _all_claims if each is not self for claimed in each._values)
-        if is_claimed:
-            raise ValueError(
-                f"{name}={shown(value)} is in use by another LLM, whose state it keeps: allowed is one for each, or this one once "
-                f"the other LLM is deleted, or has swapped it away if it is a draft"
-            )
-
-    def take(self, name: str, value: object) -> None:
-        """Claim a value for this engine.
-
-        Raises:
-            ValueError: as `check`.
-        """
-        with _claiming:
-            self.check(name, value)
-            self._values = (*self._values, value)
-            _all_claims.add(self)
-
-    def keep(self, values: Iterable[object]) -> None:
-        """Give up all claims except those on these values, which need not all be claimed."""
-        kept = [*values]
-        self._values = tuple(each for each in self._values if any(each is value for value in kept))
+    Raises:
+        ValueError: another one has; ``name`` is the argument in the message.
+    """
+    if _owners.get(id(value), owner) is not owner:
+        raise ValueError(
+            f"{name}={shown(value)} is in use by another LLM, whose state it keeps: allowed is one for each, or this one once "
+            f"the other LLM is deleted, or has swapped it away if it is a draft"
+        )
 
 
-_all_claims: WeakSet[Claims] = WeakSet()
-"""The claims of all engines of this process."""
+def claim(owner: object, name: str, value: object) -> None:
+    """Claim a value for an engine, which keeps it alive until it gives it up with `keep_claims`.
+
+    Raises:
+        ValueError: as `check_claim`.
+    """
+    with _claiming:
+        check_claim(owner, name, value)
+        _owners[id(value)] = owner
+
+
+def keep_claims(owner: object, values: Iterable[object]) -> None:
+    """Give up all claims of an engine except those on these values, which need not all be claimed."""
+    kept = {*map(id, values)}
+    with _claiming:
+        for key in [key for key, each in _owners.items() if each is owner and key not in kept]:
+            del _owners[key]
+
+
+_owners: WeakValueDictionary[int, object] = WeakValueDictionary()
+"""The engines of this process that have claimed a value, by its `id`."""
 _claiming = RLock()

@@ -16,7 +16,7 @@ from titan.adaptive.costs import Costs
 from titan.adaptive.pace import Pace
 from titan.adaptive.profiler import Profiler
 from titan.adaptive.speculation import AdaptiveSpeculation
-from titan.claims import Claims
+from titan.claims import check_claim, claim, keep_claims
 from titan.core.checks import check_integer
 from titan.core.dtypes import dtype_name
 from titan.core.growth import GrowthSpec
@@ -89,13 +89,12 @@ class Engine:
     ) -> None:
         check_process()
         self.config = config
-        self._claims = Claims()
         self.backend = backend or choose_backend(choose_device(config.model.device), config.model.num_threads)
         try:
             with self.backend.active():
                 self._assemble(model, draft, tokenizer)
         except BaseException:
-            self._claims.keep(())
+            keep_claims(self, ())
             raise
 
     def _assemble(self, model: Checkpoint | Model, draft: DraftSpec, tokenizer: Any | None) -> None:
@@ -103,7 +102,7 @@ class Engine:
         config, backend, block_size = self.config, self.backend, self.config.memory.block_size
         backend.check_limits(block_size=block_size, max_batch_size=config.schedule.max_batch_size)
         if not isinstance(policy := config.schedule.scheduling_policy, str):
-            self._claims.take("scheduling_policy", policy)
+            claim(self, "scheduling_policy", policy)
         self.passes = PassCounts()
         self._tokenizer = tokenizer
         drafter = self._load(model, draft)
@@ -281,7 +280,7 @@ class Engine:
                 self.scheduler.swap_rule.block_s *= self.kv.bytes_per_block / block_bytes_before
                 self._inform_swap_rule()
             finally:
-                self._claims.keep((self.drafter, self.config.schedule.scheduling_policy))
+                keep_claims(self, (self.drafter, self.config.schedule.scheduling_policy))
                 self._refit_swap_space()
 
     def _refit_swap_space(self) -> None:
@@ -417,7 +416,7 @@ class Engine:
 
     def _open_drafter(self, draft: DraftSpec) -> Callable[[], Drafter]:
         if has_cache(draft):
-            self._claims.check("draft_model", draft)
+            check_claim(self, "draft_model", draft)
         return open_drafter(draft, self.draft_context())
 
     def _use_drafter(self, drafter: Drafter, requests: Sequence[Request]) -> None:
@@ -427,7 +426,7 @@ class Engine:
         """
         kv: KVTensor | None = None
         if has_cache(drafter):
-            self._claims.take("draft_model", drafter)
+            claim(self, "draft_model", drafter)
             kv = KVTensor(drafter.kv, self.kv.num_blocks, self.kv.block_size, self.backend.device)
             drafter.attach(kv)
         drafting = Drafting(drafter, self.backend, self.model_config.vocab_size)
