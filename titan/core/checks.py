@@ -6,8 +6,10 @@ They return the value as Python's own type: NumPy's scalars, arrays and tensors 
 from __future__ import annotations
 
 import struct
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import field, fields
 from difflib import get_close_matches
+from functools import partial
 from itertools import islice
 from math import inf, isfinite, nan
 from numbers import Integral, Real
@@ -18,6 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 Choice = TypeVar("Choice")
+Value = TypeVar("Value")
 
 MAX_SHOWN = 200
 """Characters of a value, and of a text in it, in a message."""
@@ -97,10 +100,20 @@ def as_list(value: Any) -> Any:
         return value
 
 
-def store(options: object, **values: object) -> None:
-    """Set fields of a frozen dataclass while it is made."""
-    for name, value in values.items():
-        object.__setattr__(options, name, value)
+def option(default: Value, check: Callable[..., object], **allowed: object) -> Value:
+    """Return a field of a frozen dataclass, whose value becomes ``check(name, value, **allowed)`` by `check_options`."""
+    return field(default=default, metadata={"check": partial(check, **allowed)})
+
+
+def optional(check: Callable[..., Value]) -> Callable[..., Value | None]:
+    """Return a check that allows ``None`` as well."""
+    return lambda name, value, **allowed: None if value is None else check(name, value, **allowed)
+
+
+def check_options(options: Any) -> None:
+    """Check the fields of a dataclass, all of them made by `option`, while it is made."""
+    for each in fields(options):
+        object.__setattr__(options, each.name, each.metadata["check"](each.name, getattr(options, each.name)))
 
 
 def unknown_names(unknown: Iterable[str], allowed: Sequence[str]) -> str:

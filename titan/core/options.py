@@ -19,12 +19,14 @@ from titan.core.checks import (
     check_choice,
     check_integer,
     check_number,
+    check_options,
     check_path,
     check_text,
     is_integer,
     missing_members,
+    option,
+    optional,
     shown,
-    store,
     unknown_names,
 )
 from titan.core.dtypes import RUN_DTYPES
@@ -47,6 +49,59 @@ MAX_THREADS = 1024
 DRAFT_WEIGHT_BITS: tuple[int | str | None, ...] = ("auto", None, 8)
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 KV_CACHE_DTYPES = ("auto", "int8")
+
+
+def _check_device(name: str, device: object) -> str:
+    """Return the name of a device that is given by it or by torch's object; whether there is such a device is checked later."""
+    named = str(device) if isinstance(device, torch.device) else device
+    if not isinstance(named, str):
+        raise ValueError(f"{name}={shown(device)} is not supported: allowed are 'auto', 'cpu', 'cuda', 'cuda:N'")
+    return named
+
+
+def _check_seed(name: str, seed: int | None) -> int:
+    return randbits(63) if seed is None else check_integer(name, seed, 0, 2**63 - 1)
+
+
+def _check_draft_tree(name: str, draft_tree: object) -> str | list[int]:
+    parents: Any = as_list(draft_tree)
+    if isinstance(parents, str) and parents in DRAFT_TREES:
+        return parents
+    is_list = isinstance(parents, Sequence) and all(map(is_integer, parents))
+    if not is_list or len(parents) == 0:
+        raise ValueError(
+            f"{name}={shown(parents)} is not allowed: it must be {', '.join(map(repr, DRAFT_TREES))} or a list of parents, "
+            f"such as [-1, 0, -1]"
+        )
+    for node, parent in enumerate(parents):
+        if not -1 <= parent < node:
+            raise ValueError(
+                f"{name}={shown(parents)} is not topological: the parent of node {node} is {parent}, allowed are -1 (the root) to "
+                f"{node - 1}"
+            )
+    return parents  # type: ignore[no-any-return]
+
+
+def _check_kv_cache_dtype(name: str, dtype: str) -> str:
+    if isinstance(dtype, str) and dtype.startswith("fp8"):
+        allowed = ", ".join(map(repr, KV_CACHE_DTYPES))
+        raise ValueError(f"{name}={shown(dtype)} is not supported: fp8 waits for kernels tried on a GPU; allowed are {allowed}")
+    return check_choice(name, dtype, KV_CACHE_DTYPES)
+
+
+def _check_dtype(name: str, dtype: object) -> str:
+    """Return the name of a dtype that models run in, given by one of its names or by torch's object."""
+    dtype = str(dtype) if isinstance(dtype, torch.dtype) else dtype
+    return check_choice(name, DTYPE_ALIASES.get(dtype, dtype) if isinstance(dtype, str) else dtype, DTYPES)
+
+
+def _check_policy(name: str, policy: object) -> str | SchedulingPolicy:
+    if not isinstance(policy, type) and not missing_members(policy, SchedulingPolicy):
+        return cast(SchedulingPolicy, policy)
+    try:
+        return check_choice(name, policy, SCHEDULING_POLICIES)
+    except ValueError as error:
+        raise ValueError(f"{error}, or a SchedulingPolicy") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,41 +134,22 @@ class ModelOptions:
             else as they are; ``None`` = as they are.
     """
 
-    dtype: str | torch.dtype = "auto"
-    device: str = "auto"
-    num_threads: int | None = None
-    seed: int | None = 0
-    max_model_len: int | None = None
-    warm_up: bool = True
-    revision: str | None = None
-    download_dir: str | None = None
-    generation_config: str = "auto"
-    model_impl: str = "auto"
-    trust_remote_code: bool = False
-    draft_dtype: str | torch.dtype | None = None
-    draft_weight_bits: int | str | None = "auto"
+    dtype: str | torch.dtype = option("auto", _check_dtype)
+    device: str = option("auto", _check_device)
+    num_threads: int | None = option(None, optional(check_integer), low=1, high=MAX_THREADS)
+    seed: int | None = option(0, _check_seed)
+    max_model_len: int | None = option(None, optional(check_integer), low=2)
+    warm_up: bool = option(True, check_bool)
+    revision: str | None = option(None, check_text)
+    download_dir: str | None = option(None, check_path)
+    generation_config: str = option("auto", check_choice, allowed=GENERATION_CONFIGS)
+    model_impl: str = option("auto", check_choice, allowed=MODEL_IMPLS)
+    trust_remote_code: bool = option(False, check_bool)
+    draft_dtype: str | torch.dtype | None = option(None, optional(_check_dtype))
+    draft_weight_bits: int | str | None = option("auto", check_choice, allowed=DRAFT_WEIGHT_BITS)
 
     def __post_init__(self) -> None:
-        given: object = self.device
-        device = str(given) if isinstance(given, torch.device) else given
-        if not isinstance(device, str):
-            raise ValueError(f"device={shown(device)} is not supported: allowed are 'auto', 'cpu', 'cuda', 'cuda:N'")
-        store(
-            self,
-            dtype=_check_dtype("dtype", self.dtype),
-            device=device,
-            seed=randbits(63) if self.seed is None else check_integer("seed", self.seed, 0, 2**63 - 1),
-            num_threads=_check_optional("num_threads", self.num_threads, MAX_THREADS),
-            max_model_len=None if self.max_model_len is None else check_integer("max_model_len", self.max_model_len, 2),
-            warm_up=check_bool("warm_up", self.warm_up),
-            revision=check_text("revision", self.revision),
-            download_dir=check_path("download_dir", self.download_dir),
-            generation_config=check_choice("generation_config", self.generation_config, GENERATION_CONFIGS),
-            model_impl=check_choice("model_impl", self.model_impl, MODEL_IMPLS),
-            trust_remote_code=check_bool("trust_remote_code", self.trust_remote_code),
-            draft_dtype=None if self.draft_dtype is None else _check_dtype("draft_dtype", self.draft_dtype),
-            draft_weight_bits=check_choice("draft_weight_bits", self.draft_weight_bits, DRAFT_WEIGHT_BITS),
-        )
+        check_options(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,44 +170,20 @@ class SpeculationOptions:
             temperature 0 all three are greedy.
     """
 
-    speculation: str = "adaptive"
-    speculation_target: str = "throughput"
-    max_draft_tokens: int = 6
-    draft_tree: str | Sequence[int] = "auto"
-    draft_sampling: str = "auto"
+    speculation: str = option("adaptive", check_choice, allowed=SPECULATIONS)
+    speculation_target: str = option("throughput", check_choice, allowed=SPECULATION_TARGETS)
+    max_draft_tokens: int = option(6, check_integer, low=1, high=MAX_NODES)
+    draft_tree: str | Sequence[int] = option("auto", _check_draft_tree)
+    draft_sampling: str = option("auto", check_choice, allowed=DRAFT_SAMPLINGS)
 
     def __post_init__(self) -> None:
-        store(
-            self,
-            speculation=check_choice("speculation", self.speculation, SPECULATIONS),
-            speculation_target=check_choice("speculation_target", self.speculation_target, SPECULATION_TARGETS),
-            max_draft_tokens=check_integer("max_draft_tokens", self.max_draft_tokens, 1, MAX_NODES),
-            draft_tree=as_list(self.draft_tree),
-            draft_sampling=check_choice("draft_sampling", self.draft_sampling, DRAFT_SAMPLINGS),
-        )
-        self._check_draft_tree()
-
-    def _check_draft_tree(self) -> None:
-        parents: Any = self.draft_tree
-        if isinstance(parents, str) and parents in DRAFT_TREES:
-            return
-        is_list = isinstance(parents, Sequence) and all(map(is_integer, parents))
-        if not is_list or len(parents) == 0:
-            raise ValueError(
-                f"draft_tree={shown(parents)} is not allowed: it must be {', '.join(map(repr, DRAFT_TREES))} or a list of parents, "
-                f"such as [-1, 0, -1]"
-            )
-        if len(parents) > self.max_draft_tokens:
+        check_options(self)
+        parents = self.draft_tree
+        if not isinstance(parents, str) and len(parents) > self.max_draft_tokens:
             raise ValueError(
                 f"draft_tree={shown(parents)} has {len(parents)} nodes: "
                 f"at most max_draft_tokens={self.max_draft_tokens} are allowed"
             )
-        for node, parent in enumerate(parents):
-            if not -1 <= parent < node:
-                raise ValueError(
-                    f"draft_tree={shown(parents)} is not topological: the parent of node {node} is {parent}, allowed are -1 "
-                    f"(the root) to {node - 1}"
-                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,32 +212,19 @@ class ScheduleOptions:
             cache has no more room for; 0 = none. Target and draft together, as `MemoryOptions.kv_cache_memory`.
     """
 
-    max_batch_size: int = 32
-    max_num_batched_tokens: int = 2048
-    prefill_chunk_size: int | None = 512
-    max_prefill_tokens: int | None = None
-    max_inter_token_s: float | None = None
-    scheduling_policy: str | SchedulingPolicy = "fcfs"
-    reservation: str = "on_demand"
-    max_waiting_requests: int = 2000
-    preemption_mode: str = "auto"
-    swap_space: int = 0
+    max_batch_size: int = option(32, check_integer, low=1)
+    max_num_batched_tokens: int = option(2048, check_integer, low=1)
+    prefill_chunk_size: int | None = option(512, optional(check_integer), low=1)
+    max_prefill_tokens: int | None = option(None, optional(check_integer), low=1)
+    max_inter_token_s: float | None = option(None, optional(check_number), low=0.0, open_low=True)
+    scheduling_policy: str | SchedulingPolicy = option("fcfs", _check_policy)
+    reservation: str = option("on_demand", check_choice, allowed=RESERVATIONS)
+    max_waiting_requests: int = option(2000, check_integer, low=1)
+    preemption_mode: str = option("auto", check_choice, allowed=PREEMPTION_MODES)
+    swap_space: int = option(0, check_integer, low=0)
 
     def __post_init__(self) -> None:
-        store(
-            self,
-            scheduling_policy=_check_policy(self.scheduling_policy),
-            reservation=check_choice("reservation", self.reservation, RESERVATIONS),
-            prefill_chunk_size=_check_optional("prefill_chunk_size", self.prefill_chunk_size),
-            max_prefill_tokens=_check_optional("max_prefill_tokens", self.max_prefill_tokens),
-            preemption_mode=check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES),
-            swap_space=check_integer("swap_space", self.swap_space, 0),
-        )
-        for name in ("max_batch_size", "max_num_batched_tokens", "max_waiting_requests"):
-            store(self, **{name: check_integer(name, getattr(self, name), 1)})
-        if self.max_inter_token_s is not None:
-            seconds = check_number("max_inter_token_s", self.max_inter_token_s, low=0.0, open_low=True)
-            store(self, max_inter_token_s=seconds)
+        check_options(self)
         if self.max_num_batched_tokens < self.max_batch_size:
             raise ValueError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_batch_size={self.max_batch_size}: "
@@ -253,27 +252,16 @@ class MemoryOptions:
         draft_kv_cache_dtype: likewise, of a draft model, where it changes only what is drafted.
     """
 
-    block_size: int = 16
-    num_kv_blocks: int | None = None
-    kv_cache_memory: int | None = None
-    memory_utilization: float | None = None
-    enable_prefix_caching: bool = True
-    kv_cache_dtype: str = "auto"
-    draft_kv_cache_dtype: str = "auto"
+    block_size: int = option(16, check_choice, allowed=BLOCK_SIZES)
+    num_kv_blocks: int | None = option(None, optional(check_integer), low=1)
+    kv_cache_memory: int | None = option(None, optional(check_integer), low=1)
+    memory_utilization: float | None = option(None, optional(check_number), low=0.0, high=1.0, open_low=True)
+    enable_prefix_caching: bool = option(True, check_bool)
+    kv_cache_dtype: str = option("auto", _check_kv_cache_dtype)
+    draft_kv_cache_dtype: str = option("auto", _check_kv_cache_dtype)
 
     def __post_init__(self) -> None:
-        store(
-            self,
-            block_size=check_choice("block_size", self.block_size, BLOCK_SIZES),
-            num_kv_blocks=_check_optional("num_kv_blocks", self.num_kv_blocks),
-            kv_cache_memory=_check_optional("kv_cache_memory", self.kv_cache_memory),
-            enable_prefix_caching=check_bool("enable_prefix_caching", self.enable_prefix_caching),
-            kv_cache_dtype=_check_kv_cache_dtype("kv_cache_dtype", self.kv_cache_dtype),
-            draft_kv_cache_dtype=_check_kv_cache_dtype("draft_kv_cache_dtype", self.draft_kv_cache_dtype),
-        )
-        if self.memory_utilization is not None:
-            share = check_number("memory_utilization", self.memory_utilization, low=0.0, high=1.0, open_low=True)
-            store(self, memory_utilization=share)
+        check_options(self)
         sizes = ("num_kv_blocks", "kv_cache_memory", "memory_utilization")
         given = [f"{name}={getattr(self, name)}" for name in sizes if getattr(self, name) is not None]
         if len(given) > 1:
@@ -291,32 +279,6 @@ def draft_tree_of(text: str) -> str | tuple[int, ...]:
         return tuple(map(int, text.strip("[]").split(",")))
     except ValueError:
         return text
-
-
-def _check_optional(name: str, value: int | None, high: int | None = None) -> int | None:
-    return None if value is None else check_integer(name, value, 1, high)
-
-
-def _check_kv_cache_dtype(name: str, dtype: str) -> str:
-    if isinstance(dtype, str) and dtype.startswith("fp8"):
-        allowed = ", ".join(map(repr, KV_CACHE_DTYPES))
-        raise ValueError(f"{name}={shown(dtype)} is not supported: fp8 waits for kernels tried on a GPU; allowed are {allowed}")
-    return check_choice(name, dtype, KV_CACHE_DTYPES)
-
-
-def _check_dtype(name: str, dtype: object) -> str:
-    """Return the name of a dtype that models run in, given by one of its names or by torch's object."""
-    dtype = str(dtype) if isinstance(dtype, torch.dtype) else dtype
-    return check_choice(name, DTYPE_ALIASES.get(dtype, dtype) if isinstance(dtype, str) else dtype, DTYPES)
-
-
-def _check_policy(policy: object) -> str | SchedulingPolicy:
-    if not isinstance(policy, type) and not missing_members(policy, SchedulingPolicy):
-        return cast(SchedulingPolicy, policy)
-    try:
-        return check_choice("scheduling_policy", policy, SCHEDULING_POLICIES)
-    except ValueError as error:
-        raise ValueError(f"{error}, or a SchedulingPolicy") from None
 
 
 class EngineOptions(TypedDict, total=False):

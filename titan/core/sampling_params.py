@@ -6,7 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from titan.core.checks import as_float32, as_list, check_bool, check_integer, check_number, shown, store, unknown_names
+from titan.core.checks import (
+    as_float32,
+    as_list,
+    check_bool,
+    check_integer,
+    check_number,
+    check_options,
+    option,
+    optional,
+    shown,
+    unknown_names,
+)
 from titan.core.limits import MAX_NODES
 
 if TYPE_CHECKING:
@@ -21,14 +32,55 @@ MAX_DIGITS = 20
 
 MAX_COMPLETIONS = 16384
 """Maximum completions of a prompt, as in vLLM: each is a request of its own from the start."""
-OPTIONAL_INTEGERS: tuple[tuple[str, int, int | None], ...] = (
-    ("logprobs", -1, MAX_LOGPROBS),
-    ("prompt_logprobs", -1, MAX_LOGPROBS),
-    ("max_tokens", 1, None),
-    ("seed", 0, 2**63 - 1),
-    ("max_draft_tokens", 0, MAX_NODES),
-)
-"""Options that are ``None`` or integers, with their bounds."""
+
+
+def _check_temperature(name: str, value: object) -> float:
+    temperature = check_number(name, value, low=0.0)
+    return temperature if as_float32(temperature) else 0.0  # as the engine uses it
+
+
+def _check_logit_bias(name: str, bias: object) -> dict[int, float] | None:
+    if bias is None:
+        return None
+    if not isinstance(bias, dict):
+        raise ValueError(f"{name}={shown(bias)} is not allowed: it must be a dict of token ids to numbers, or None")
+    checked = {}
+    for key, value in bias.items():
+        is_digits = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < MAX_DIGITS
+        token_id = check_integer(name, int(key) if is_digits else key, 0)
+        if token_id in checked:
+            raise ValueError(f"{name} has token id {token_id} twice: allowed is once, as an int or a str")
+        checked[token_id] = check_number(f"{name}[{token_id}]", value, low=-100.0, high=100.0)
+    return checked
+
+
+def _check_token_ids(name: str, token_ids: object) -> list[int] | None:
+    token_ids = as_list(token_ids)
+    if not isinstance(token_ids, list | tuple | None):
+        raise ValueError(f"{name}={shown(token_ids)} is not allowed: it must be a list of token ids or None")
+    return None if token_ids is None else [check_integer(name, token_id, 0) for token_id in token_ids]
+
+
+def _check_processors(name: str, processors: Any) -> Any:
+    if processors is not None and not (isinstance(processors, Sequence) and all(map(callable, processors))):
+        raise ValueError(f"{name}={shown(processors)} is not allowed: it must be a sequence of callables, or None")
+    return processors
+
+
+def _check_stop(name: str, stop: Any) -> Any:
+    if not _are_strings([stop] if isinstance(stop, str) else stop):
+        raise ValueError(f"{name}={shown(stop)} is not allowed: it must be a non-empty str, a list of such, or None")
+    return stop if isinstance(stop, str) else stop and list(stop)
+
+
+def _check_words(name: str, words: Any) -> Any:
+    if not _are_strings(words):
+        raise ValueError(f"{name}={shown(words)} is not allowed: it must be a list of non-empty str, or None")
+    return words and list(words)
+
+
+def _are_strings(values: object) -> bool:
+    return isinstance(values, list | tuple | None) and all(isinstance(each, str) and each for each in values or ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,31 +133,31 @@ class SamplingParams:
         ValueError: a value is not allowed; the message names the argument, the value and what is allowed.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    logits_processors: Sequence[LogitsProcessor] | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool = False
-    min_tokens: int = 0
-    max_tokens: int | None = 16
-    ignore_eos: bool = False
-    detokenize: bool = True
-    skip_special_tokens: bool = True
-    use_speculative: bool = True
-    max_draft_tokens: int | None = None
+    n: int = option(1, check_integer, low=1, high=MAX_COMPLETIONS)
+    temperature: float = option(1.0, _check_temperature)
+    top_p: float = option(1.0, check_number, low=0.0, high=1.0, open_low=True)
+    top_k: int = option(0, check_integer, low=-1, high=2**63 - 1)
+    min_p: float = option(0.0, check_number, low=0.0, high=1.0)
+    repetition_penalty: float = option(1.0, check_number, low=0.0, open_low=True)
+    presence_penalty: float = option(0.0, check_number, low=-2.0, high=2.0)
+    frequency_penalty: float = option(0.0, check_number, low=-2.0, high=2.0)
+    logit_bias: dict[int, float] | None = option(None, _check_logit_bias)
+    allowed_token_ids: list[int] | None = option(None, _check_token_ids)
+    bad_words: list[str] | None = option(None, _check_words)
+    logits_processors: Sequence[LogitsProcessor] | None = option(None, _check_processors)
+    logprobs: int | None = option(None, optional(check_integer), low=-1, high=MAX_LOGPROBS)
+    prompt_logprobs: int | None = option(None, optional(check_integer), low=-1, high=MAX_LOGPROBS)
+    seed: int | None = option(None, optional(check_integer), low=0, high=2**63 - 1)
+    stop: str | list[str] | None = option(None, _check_stop)
+    stop_token_ids: list[int] | None = option(None, _check_token_ids)
+    include_stop_str_in_output: bool = option(False, check_bool)
+    min_tokens: int = option(0, check_integer, low=0)
+    max_tokens: int | None = option(16, optional(check_integer), low=1)
+    ignore_eos: bool = option(False, check_bool)
+    detokenize: bool = option(True, check_bool)
+    skip_special_tokens: bool = option(True, check_bool)
+    use_speculative: bool = option(True, check_bool)
+    max_draft_tokens: int | None = option(None, optional(check_integer), low=0, high=MAX_NODES)
 
     def __new__(cls, **options: Any) -> SamplingParams:
         """Refuse unknown names before `__init__`, whose own message would not say what is allowed."""
@@ -115,31 +167,7 @@ class SamplingParams:
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
-        temperature = check_number("temperature", self.temperature, low=0.0)
-        store(
-            self,
-            n=check_integer("n", self.n, 1, MAX_COMPLETIONS),
-            temperature=temperature if as_float32(temperature) else 0.0,  # as the engine uses it
-            top_p=check_number("top_p", self.top_p, low=0.0, high=1.0, open_low=True),
-            top_k=check_integer("top_k", self.top_k, -1, 2**63 - 1),
-            min_p=check_number("min_p", self.min_p, low=0.0, high=1.0),
-            repetition_penalty=check_number("repetition_penalty", self.repetition_penalty, low=0.0, open_low=True),
-            presence_penalty=check_number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0),
-            frequency_penalty=check_number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0),
-            logit_bias=_check_logit_bias(self.logit_bias),
-            min_tokens=check_integer("min_tokens", self.min_tokens, 0),
-        )
-        for name, low, high in OPTIONAL_INTEGERS:
-            if getattr(self, name) is not None:
-                store(self, **{name: check_integer(name, getattr(self, name), low, high)})
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            store(self, **{name: _check_token_ids(name, getattr(self, name))})
-        for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens", "use_speculative"):
-            store(self, **{name: check_bool(name, getattr(self, name))})
-        self._check_the_rest()
-
-    def _check_the_rest(self) -> None:
-        """Check strings and functions, and that options do not contradict each other."""
+        check_options(self)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens={shown(self.min_tokens)} contradicts max_tokens={self.max_tokens}: "
@@ -151,18 +179,8 @@ class SamplingParams:
             )
         if self.allowed_token_ids == []:
             raise ValueError("allowed_token_ids=[] is not allowed: it must have at least one token id, or be None")
-        processors, words = self.logits_processors, self.bad_words
-        if processors is not None and not (isinstance(processors, Sequence) and all(map(callable, processors))):
-            raise ValueError(f"logits_processors={shown(processors)} is not allowed: it must be a sequence of callables, or None")
-        if not isinstance(self.stop, str | list | tuple | None) or not all(isinstance(s, str) and s for s in self.stop_strings):
-            raise ValueError(f"stop={shown(self.stop)} is not allowed: it must be a non-empty str, a list of such, or None")
         if self.stop_strings and not self.detokenize:
             raise ValueError(f"stop={shown(self.stop)} contradicts detokenize=False: allowed with it is None")
-        if not isinstance(words, list | tuple | None) or not all(isinstance(word, str) and word for word in words or ()):
-            raise ValueError(f"bad_words={shown(words)} is not allowed: it must be a list of non-empty str, or None")
-        store(
-            self, bad_words=words and list(words), stop=self.stop if isinstance(self.stop, str) else self.stop and list(self.stop)
-        )
 
     def clone(self) -> SamplingParams:
         """Return a copy; `dataclasses.replace` makes one with other values."""
@@ -199,25 +217,3 @@ class SamplingParams:
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-
-def _check_logit_bias(bias: object) -> dict[int, float] | None:
-    if bias is None:
-        return None
-    if not isinstance(bias, dict):
-        raise ValueError(f"logit_bias={shown(bias)} is not allowed: it must be a dict of token ids to numbers, or None")
-    checked = {}
-    for key, value in bias.items():
-        is_digits = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < MAX_DIGITS
-        token_id = check_integer("logit_bias", int(key) if is_digits else key, 0)
-        if token_id in checked:
-            raise ValueError(f"logit_bias has token id {token_id} twice: allowed is once, as an int or a str")
-        checked[token_id] = check_number(f"logit_bias[{token_id}]", value, low=-100.0, high=100.0)
-    return checked
-
-
-def _check_token_ids(name: str, token_ids: object) -> list[int] | None:
-    token_ids = as_list(token_ids)
-    if not isinstance(token_ids, list | tuple | None):
-        raise ValueError(f"{name}={shown(token_ids)} is not allowed: it must be a list of token ids or None")
-    return None if token_ids is None else [check_integer(name, token_id, 0) for token_id in token_ids]

@@ -6,10 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack
 
-from titan.core.checks import as_list, check_choice, check_number, check_text, shown, store, unknown_names
+from titan.core.checks import as_list, check_choice, check_number, check_options, check_text, option, optional, shown, unknown_names
 
 PRIORITIES = ("critical", "normal", "batch")
 """Classes of requests, the most important first."""
+
+
+def _check_request_id(name: str, request_id: object) -> str | None:
+    text = check_text(name, request_id)
+    if text is not None and text.isdecimal():
+        raise ValueError(f"{name}={text!r} is not allowed: numbers are the ids of requests that are given none")
+    return text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,22 +38,15 @@ class RequestTerms:
         ValueError: a value is not allowed; the message names the argument, the value and what is allowed.
     """
 
-    request_id: str | None = None
-    priority: str = "normal"
-    deadline_s: float | None = None
-    timeout_s: float | None = None
-    user: str | None = None
-    cache_salt: str | None = None
+    request_id: str | None = option(None, _check_request_id)
+    priority: str = option("normal", check_choice, allowed=PRIORITIES)
+    deadline_s: float | None = option(None, optional(check_number), low=0.0, open_low=True)
+    timeout_s: float | None = option(None, optional(check_number), low=0.0, open_low=True)
+    user: str | None = option(None, check_text)
+    cache_salt: str | None = option(None, check_text)
 
     def __post_init__(self) -> None:
-        check_choice("priority", self.priority, PRIORITIES)
-        for name in ("deadline_s", "timeout_s"):
-            if getattr(self, name) is not None:
-                store(self, **{name: check_number(name, getattr(self, name), low=0.0, open_low=True)})
-        for name in ("request_id", "user", "cache_salt"):
-            check_text(name, getattr(self, name))
-        if self.request_id is not None and self.request_id.isdecimal():
-            raise ValueError(f"request_id={self.request_id!r} is not allowed: numbers are the ids of requests that are given none")
+        check_options(self)
 
 
 class TermOptions(TypedDict, total=False):
