@@ -360,7 +360,10 @@ BAD_MESSAGES: list[tuple[Any, list[str]]] = [
     ([[{"role": "user"}]], ["messages[0]=", "has no content", "tool_calls"]),
     ([{"role": "user", "content": 5}], ["messages[0] has content 5", "a str or a list of text parts"]),
     ([{"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}], ["messages[0]", "'image_url'", "allowed: ", "text"]),
-    ([{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}], ["messages[0]", "tool call", "JSON"]),
+    *(
+        ([{"role": "assistant", "tool_calls": [{"function": {"arguments": given}}]}], ["messages[0]", "tool call", "JSON of one"])
+        for given in ("{", "[1]", "5", "null", [1], 5)
+    ),
     ([{"role": "assistant", "tool_calls": 5}], ["messages[0]", "the tool call 5", "function"]),
     ([{"role": "user", "content": "refuse"}], ["messages=", "cannot be rendered by the chat template", "not this"]),
 ]
@@ -399,6 +402,10 @@ def test_arguments_of_another_kind(llm: LLM, method: str, arguments: list[Any], 
         ({"chat_template_kwargs": ["a"]}, ["chat_template_kwargs=['a']", "a dict"]),
         ({"chat_template_kwargs": {"tokenize": False}}, ["chat_template_kwargs has tokenize", "besides"]),
         ({"chat_template_kwargs": {"tools": []}}, ["chat_template_kwargs has tools", "besides"]),
+        *(
+            ({"chat_template_kwargs": {name: True}}, [f"chat_template_kwargs has {name}", "besides"])
+            for name in ("tokenizer_kwargs", "sanitize_control_tokens", "return_assistant_tokens_mask")
+        ),
     ],
 )
 def test_arguments_of_chat(llm: LLM, options: dict[str, Any], parts: list[str]) -> None:

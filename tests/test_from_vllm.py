@@ -21,6 +21,7 @@ from tiny_models import make_model
 from zoo import Zoo
 
 from titan import LLM, SamplingParams
+from titan.chat import ChatTemplate
 from titan.core.options import EngineConfig
 from titan.draft.ngram import NgramDrafter
 from titan.vllm_names import translate
@@ -247,11 +248,27 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": '{"x": 41}'}}
         ([USER], {"add_generation_prompt": False}, "user: the dog?\n"),
         ([USER], {"add_generation_prompt": False, "continue_final_message": True}, "user: the dog?"),
         ([USER], {"chat_template": "{{ messages[0].content }}!"}, "the dog?!"),
+        ([{"role": "assistant", "tool_calls": [CALL]}], {"chat_template": "{{ 'the ' + messages[0].content }}!"}, "the !"),
     ],
 )
 def test_conversations(llm: LLM, messages: Any, options: dict[str, Any], expected: str) -> None:
     [output] = llm.chat(messages, greedy(2), use_tqdm=False, **options)
     assert output.prompt_token_ids == llm.get_tokenizer().encode(expected)
+
+
+def test_the_tokens_of_a_conversation_are_those_of_its_text_though_a_template_may_render_other_text_each_time(llm: LLM) -> None:
+    [output] = llm.chat([USER], greedy(2), use_tqdm=False, chat_template="{{ messages[0].content }} {{ strftime_now('%f') }}")
+    assert output.prompt is not None and output.prompt_token_ids == llm.get_tokenizer().encode(output.prompt)
+
+
+def test_the_tokens_of_a_tokenizer_with_a_chat_template_in_code_are_its_own(llm: LLM) -> None:
+    tokenizer: Any = llm.get_tokenizer()
+    method = lambda self, conversation, *, tokenize, **_: [7, 8, 9] if tokenize else "the dog"  # noqa: E731
+    tokenizer.__class__ = type("Own", (type(tokenizer),), {"apply_chat_template": method})
+    template = ChatTemplate(
+        tokenizer, None, chat_template=None, add_generation_prompt=True, continue_final_message=False, tools=None
+    )
+    assert template.render([USER]) == {"prompt": "the dog", "prompt_token_ids": [7, 8, 9]}
 
 
 def test_one_bad_conversation_leaves_the_others_their_outputs(llm: LLM) -> None:

@@ -17,8 +17,14 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 PROBE = "titan-probe"
 """Content that shows whether a template takes text, or parts."""
 
-OWN_OPTIONS = ("conversation", "tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length")
-"""Arguments of ``apply_chat_template`` that a call may not set: some would cut its prompts, and those of other threads."""
+OWN_OPTIONS = (
+    *("conversation", "tokenize", "tokenizer_kwargs", "sanitize_control_tokens", "padding", "truncation", "max_length"),
+    *("return_dict", "return_tensors", "return_assistant_tokens_mask"),
+)
+"""Arguments of ``apply_chat_template`` that a call may not set.
+
+Some would cut its prompts, and those of other threads; with others, its tokens would not be those of its text.
+"""
 
 
 class ChatTemplate:
@@ -55,7 +61,11 @@ class ChatTemplate:
         self._options = _read_options(own, kwargs)
         if tokenizer is None or not (chat_template or tokenizer.chat_template):
             raise ValueError("chat() needs a tokenizer with a chat template, and the model has none: use generate()")
+        from transformers import PreTrainedTokenizerBase
+
         self._tokenizer = tokenizer
+        # code of a checkpoint, as ChatGLM's, may make other tokens than those of the text
+        self._has_own_tokens = type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
         by_text, by_parts = self._try(PROBE), self._try(_as_parts([PROBE]))
         self._takes_text = PROBE in by_text or PROBE not in by_parts  # if neither form shows: it may refuse such a conversation
         self._takes_parts = PROBE in by_parts and (by_parts == by_text or not self._takes_text)
@@ -74,7 +84,8 @@ class ChatTemplate:
         for message in read:
             message["content"] = self._as_taken(message["content"], message["role"])
         try:
-            return {"prompt": self._apply(read, tokenize=False), "prompt_token_ids": self._apply(read, tokenize=True)}
+            text = self._apply(read, tokenize=False)
+            return {"prompt": text, "prompt_token_ids": self._encode(text, read)}
         except Exception as error:  # a template can raise anything
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise ValueError(f"messages={shown(messages)} cannot be rendered by the chat template: {reason}") from error
@@ -91,6 +102,12 @@ class ChatTemplate:
         except Exception:  # noqa: BLE001 - a template can raise anything, which says that it does not take such a message
             return ""
         return text
+
+    def _encode(self, text: str, messages: list[dict[str, Any]]) -> Any:
+        """Return the tokens of a conversation and its text, as ``apply_chat_template`` makes them, without rendering it again."""
+        if self._has_own_tokens:
+            return self._apply(messages, tokenize=True)
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _apply(self, messages: list[dict[str, Any]], *, tokenize: bool) -> Any:
         return self._tokenizer.apply_chat_template(messages, tokenize=tokenize, return_dict=False, **self._options)
@@ -151,7 +168,7 @@ def _read_message(index: int, message: object) -> dict[str, Any]:
 
 def _read_content(name: str, content: object) -> str | list[str]:
     if content is None or isinstance(content, str):
-        return content or ""
+        return content or ""  # as in vLLM: many templates join it with text, which what is missing cannot be
     if not isinstance(content, list | tuple):
         raise ValueError(f"{name} has content {shown(content)}: it must be a str or a list of text parts")
     return [_read_part(name, part) for part in content]
@@ -179,11 +196,12 @@ def _read_call(name: str, call: object) -> dict[str, Any]:
     if not isinstance(call, Mapping) or not isinstance(function, Mapping):
         _refuse_call(name, call)
     arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except json.JSONDecodeError:
-            _refuse_call(name, call)
+    try:
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except json.JSONDecodeError:
+        arguments = None
+    if not isinstance(arguments, Mapping):
+        _refuse_call(name, call)
     return {**call, "function": {**function, "arguments": arguments}}
 
 
