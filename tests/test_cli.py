@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -18,6 +20,8 @@ from zoo import Zoo
 
 from titan import LLM, RequestOutput, SamplingParams, __version__
 from titan.cli import main
+from titan.core.options import ModelOptions, SpeculationOptions
+from titan.core.outputs import Logprob
 from titan.kernels.cpu.kinds import CPU_KERNELS
 from titan.kernels.cpu.library import LoadedLibrary, load_library
 from titan.kernels.cpu.runner import TRAITS
@@ -303,6 +307,51 @@ def test_compare_says_where_and_why_texts_differ(
     line = capsys.readouterr().out.splitlines()[-1]
     place, gap = result["difference"]["place"], result["difference"]["top2_gap"]
     assert f"different text from token {place + 1} on, because " in line and why.format(gap=gap) in line
+
+
+def test_compare_measures_the_gap_of_logits_of_which_three_tie(
+    models: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token may be none of the best two that are listed beside it, if it is as likely as these."""
+    stream, generate_all = LLM.stream, LLM.generate
+
+    def other_first_token(llm: LLM, prompt: str, params: SamplingParams) -> Iterator[RequestOutput]:
+        for output in stream(llm, prompt, params):
+            output.outputs[0].token_ids[0] += not params.use_speculative
+            yield output
+
+    def generate_with_ties(llm: LLM, prompts: Any, params: SamplingParams, use_tqdm: bool) -> list[RequestOutput]:
+        outputs = generate_all(llm, prompts, params, use_tqdm)
+        for logprobs in outputs[0].outputs[0].logprobs or ():
+            logprobs.update(dict.fromkeys((5, 6, 7), Logprob(1.5, 1)))
+        return outputs
+
+    monkeypatch.setattr(LLM, "stream", other_first_token)
+    monkeypatch.setattr(LLM, "generate", generate_with_ties)
+    assert generate_json(capsys, *models, "--compare")["difference"] == {"place": 0, "top2_gap": 0}
+
+
+def test_what_a_command_line_does_not_say_is_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = MagicMock(side_effect=RuntimeError)
+    monkeypatch.setattr("titan.cli.LLM", made)
+    own = {"max_batch_size": 1, "enable_prefix_caching": False}
+    given = {"draft_weight_bits": None, "warm_up": False}
+    for options, passed in (([], {}), (["--draft-weight-bits", "none", "--no-warm-up"], given)):
+        assert main(["generate", "the dog", *options]) == 1 and made.call_args.kwargs == own | passed
+
+
+def test_defaults_in_the_help_are_those_of_the_library(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    groups = (ModelOptions, SpeculationOptions, SamplingParams)
+    defaults = {each.name: each.default for group in groups for each in fields(group) if each.default is not None}
+    defaults |= {"temperature": 0.0, "seed": 0, "max_tokens": 256}  # other than the library's: a first try is to be repeatable
+    shown: dict[str, str] = {}
+    for text in " ".join(capsys.readouterr().out.split()).split(" --")[1:]:
+        if (found := re.search(r"\(default: (.*?)\)", text)) is not None:
+            shown[re.split(r"[ =]", text)[0].replace("-", "_")] = found[1]
+    assert shown.keys() >= {"speculation", "max_draft_tokens", "top_k", "dtype", "model_impl", "device"}
+    assert all(defaults[name] == type(defaults[name])(value) for name, value in shown.items() if name in defaults)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")

@@ -10,9 +10,11 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 
@@ -65,6 +67,8 @@ ENGINE_OPTIONS = (
     *("warm_up", "speculation", "speculation_target", "max_draft_tokens", "draft_tree", "draft_sampling"),
 )
 """Options of ``titan generate`` that `LLM` takes under the same names."""
+MODEL_OPTIONS = ("revision", "dtype", "model_impl", "trust_remote_code")
+"""Options of ``titan info`` that are those of a model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +144,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("titan", description="Speculative decoding for causal language models.", epilog=example)
     parser.add_argument("--version", action="version", version=f"titan {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_generate(commands.add_parser("generate", help="continue a prompt and show the speed", description=_generate.__doc__))
-    info = commands.add_parser("info", help="versions, device and kernels in use", description=_info.__doc__)
+    add_parser = partial(commands.add_parser, argument_default=argparse.SUPPRESS)  # what is not given is left to the library
+    _add_generate(add_parser("generate", help="continue a prompt and show the speed", description=_generate.__doc__))
+    info = add_parser("info", help="versions, device and kernels in use", description=_info.__doc__)
+    info.set_defaults(model=None, json=False)
     info.add_argument("--model", help="say instead, from its config alone, whether and how this model runs, and in how much memory")
     info.add_argument("--revision", help=REVISION_HELP)
     info.add_argument("--dtype", help=DTYPE_HELP)
     info.add_argument("--model-impl", choices=MODEL_IMPLS, help=IMPL_HELP)
-    info.add_argument("--trust-remote-code", action="store_true", default=None, help=TRUST_HELP)
+    info.add_argument("--trust-remote-code", action="store_true", help=TRUST_HELP)
     info.add_argument("--json", action="store_true", help="print one JSON object")
     bench = commands.add_parser("bench", help=f"benchmarks: {', '.join(BENCHES)}", add_help=False)
     bench.add_argument("bench", nargs="?", choices=BENCHES, help="which benchmark; its own options follow (try --help)")
@@ -165,6 +171,7 @@ def _join_parents(argv: Sequence[str]) -> list[str]:
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(draft_model=None, show_tree=False, compare=False, json=False)
     add = parser.add_argument
     add("prompt", help='the text to continue, for example "def quicksort("')
     add("--model", default="demo", help="target: demo, a folder or a hub id (default: demo)")
@@ -174,20 +181,17 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add(
         "--speculation",
         choices=SPECULATIONS,
-        default="adaptive",
         help="draft as much as pays at each step, always as much as allowed, or nothing (default: adaptive)",
     )
     add(
         "--speculation-target",
         choices=SPECULATION_TARGETS,
-        default="throughput",
         help="what adaptive speculation maximises; with one prompt both are the same (default: throughput)",
     )
-    add("--max-draft-tokens", type=int, default=6, help="most draft tokens per step (default: 6)")
+    add("--max-draft-tokens", type=int, help="most draft tokens per step (default: 6)")
     add(
         "--draft-tree",
         type=draft_tree_of,
-        default="auto",
         metavar="SHAPE",
         help='shape of the draft tree: auto, dynamic, chain, or the parent of each node, -1 for the root, such as "-1,-1,0" '
         "(default: auto)",
@@ -195,49 +199,51 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add(
         "--draft-sampling",
         choices=DRAFT_SAMPLINGS,
-        default="auto",
         help="propose the draft's most likely tokens, or sample them; auto and temperature 0 are greedy here, as there is a seed "
         "(default: auto)",
     )
     add("--show-tree", action="store_true", help="print the draft tree of each step; with --json, add them to the object")
     add("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
-    add("--top-p", type=float, default=1.0, help="keep the most likely tokens of this mass (default: 1)")
-    add("--top-k", type=int, default=0, help="keep this many tokens, 0 = all (default: 0)")
-    add("--min-p", type=float, default=0.0, help="cut tokens below this share of the best one (default: 0)")
+    add("--top-p", type=float, help="keep the most likely tokens of this mass (default: 1)")
+    add("--top-k", type=int, help="keep this many tokens, 0 = all (default: 0)")
+    add("--min-p", type=float, help="cut tokens below this share of the best one (default: 0)")
     add("--seed", type=int, default=0, help="random seed (default: 0)")
     add("--stop", action="append", help="stop at this text; may be given again")
     add("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
-    add("--model-impl", choices=MODEL_IMPLS, default="auto", help=IMPL_HELP)
+    add("--model-impl", choices=MODEL_IMPLS, help=IMPL_HELP)
     add("--trust-remote-code", action="store_true", help=TRUST_HELP)
-    add("--dtype", default="auto", help=DTYPE_HELP)
+    add("--dtype", help=DTYPE_HELP)
     add("--draft-dtype", help="dtype of the draft's weights and KV (default: that of the target)")
     add(
         "--draft-weight-bits",
         type=weight_bits_of,
-        default="auto",
         metavar="BITS",
         help="8: round the draft's matrices, which a CPU with AVX2 or AVX-512, or a GPU in bfloat16, reads in less time; none: "
         "leave them as they are; auto: 8 where it is faster (default)",
     )
-    add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
+    add("--device", help="auto, cpu, cuda or cuda:N (default: auto)")
     add("--num-threads", type=int, help="threads on a CPU (default: one per physical core, at most PyTorch's number)")
     add("--no-warm-up", dest="warm_up", action="store_false", help="on a GPU: compile kernels when they are first needed")
     add("--compare", action="store_true", help="run again without speculation and print the speed-up")
     add("--json", action="store_true", help="print one JSON object instead of text")
 
 
+def _given(args: argparse.Namespace, names: Collection[str]) -> dict[str, Any]:
+    """Return the options of these names that a command line gives, or that have a default here."""
+    return {name: value for name, value in vars(args).items() if name in names}
+
+
 def _generate(args: argparse.Namespace) -> int:
     """Continue one prompt, greedily by default, and stream the text; then print the speed, tokens per step and acceptance."""
+    params, options = SamplingParams(**_given(args, SAMPLING_OPTIONS)), _given(args, ENGINE_OPTIONS)
     draft_model = args.draft_model
     if draft_model is None:
         draft_model = "demo" if args.model == "demo" else "none"
-    if draft_model == "none" or args.speculation == "off":
+    if draft_model == "none" or options.get("speculation") == "off":
         for option, lacks in {"show_tree": "trees to show", "compare": "speculation to compare"}.items():
             if getattr(args, option):
                 name = option.replace("_", "-")
                 raise ValueError(f"--{name} has no {lacks} without a draft: give --draft-model, and no --speculation off")
-    params = SamplingParams(**{name: getattr(args, name) for name in SAMPLING_OPTIONS})
-    options = {name: getattr(args, name) for name in ENGINE_OPTIONS}
     draft = None if draft_model == "none" else draft_model
     llm = LLM(args.model, draft, max_batch_size=1, enable_prefix_caching=False, **options)
     plain_params = replace(params, use_speculative=False)
@@ -275,7 +281,7 @@ def _find_difference(llm: LLM, run: Run, plain: Run) -> Difference | None:
     [output] = llm.generate([[*run.output.prompt_token_ids, *ours[:place]]], one_token, use_tqdm=False)
     _check_completed(output)
     [logprobs] = output.outputs[0].logprobs or [{}]
-    best, second = sorted((each.logprob for each in logprobs.values()), reverse=True)
+    best, second, *_ = sorted((each.logprob for each in logprobs.values()), reverse=True)  # three where the best ones tie
     return Difference(place, best - second)
 
 
@@ -385,16 +391,13 @@ def _as_json(run: Run, plain: Run | None, difference: Difference | None) -> dict
 
 def _info(args: argparse.Namespace) -> int:
     """Print the versions of Titan and its dependencies, the device, and the kernels in use; or what running a model takes."""
-    for name in ("revision", "dtype", "model_impl", "trust_remote_code"):
-        if args.model is None and getattr(args, name) is not None:
-            option = f"--{name.replace('_', '-')}"
-            value = "" if name == "trust_remote_code" else f"={getattr(args, name)!r}"
-            raise ValueError(f"{option}{value} needs --model: it is an option of a model")
+    given = _given(args, MODEL_OPTIONS)
+    for name, value in given.items() if args.model is None else ():
+        option = f"--{name.replace('_', '-')}" + ("" if value is True else f"={value!r}")
+        raise ValueError(f"{option} needs --model: it is an option of a model")
     backend = choose_backend(choose_device("auto"))
     if args.model is not None:
-        given = {"dtype": args.dtype, "model_impl": args.model_impl, "trust_remote_code": args.trust_remote_code}
-        options = ModelOptions(revision=args.revision, **{name: value for name, value in given.items() if value is not None})
-        runs, facts = model_facts(args.model, options, backend)
+        runs, facts = model_facts(args.model, ModelOptions(**given), backend)
         _print_facts({**facts, **backend.facts()}, args.json)
         return 0 if runs else 1
     facts = {
