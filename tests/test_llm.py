@@ -131,6 +131,15 @@ def test_the_progress_bar_shows_speed_and_acceptance(llm: LLM, capsys: pytest.Ca
     assert capsys.readouterr() == ("", "")
 
 
+def test_the_progress_bar_of_a_call_counts_nobody_elses_tokens(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    stream = llm.stream(PROMPTS[0], greedy(60, ignore_eos=True))
+    next(stream)
+    llm.generate(PROMPTS[1], greedy(8, ignore_eos=True, use_speculative=False))
+    assert next(stream).metrics.mean_acceptance_length > 1
+    stream.close()  # type: ignore[attr-defined]
+    assert " 1.00 tokens/step" in capsys.readouterr().err
+
+
 def test_a_refused_call_leaves_no_progress_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     stream = llm.stream(PROMPTS[0], greedy(40, ignore_eos=True), request_id="mine")
     next(stream)

@@ -92,8 +92,7 @@ class FrontEnd:
 
     def _run_all(self, requests: Sequence[Request], use_tqdm: bool) -> None:
         """Run requests to completion, with a progress bar if ``use_tqdm``."""
-        counters, unfinished = self.engine.counters, deque(requests)
-        start, num_tokens, num_sequences = time.monotonic(), counters.num_emitted_tokens, counters.num_sequence_steps
+        unfinished, start = deque(requests), time.monotonic()
         due = start + BAR_INTERVAL_S if use_tqdm else inf
 
         def count_finished() -> int | None:
@@ -109,12 +108,12 @@ class FrontEnd:
         ):
             for num_finished in counts:
                 if bar is not None:
-                    emitted = counters.num_emitted_tokens - num_tokens
-                    rate = ratio(emitted, time.monotonic() - start)
-                    per_sequence = ratio(emitted, counters.num_sequence_steps - num_sequences)
+                    num_tokens = sum([each.metrics.num_emitted_tokens for each in requests])
+                    num_steps = sum([each.metrics.num_sequence_steps for each in requests])
+                    rate, per_step = ratio(num_tokens, time.monotonic() - start), ratio(num_tokens, num_steps)
                     bar.leave = True  # from now on: where an id was refused, an empty bar would stay
                     bar.n = num_finished
-                    bar.set_postfix_str(f"{rate:.0f} tokens/s, {per_sequence:.2f} tokens/step")
+                    bar.set_postfix_str(f"{rate:.0f} tokens/s, {per_step:.2f} tokens/step")
                     due = time.monotonic() + BAR_INTERVAL_S
                 if num_finished == len(requests):
                     return
