@@ -170,7 +170,7 @@ class DraftModelDrafter:
             end = min(request.num_computed_tokens + num_tokens, start + num_left)
             if is_wanted and end > start:
                 grows = budget > 0 and end == len(request.token_ids)
-                # a device runs prefill chunks from a graph only if no tree behind them branches
+                # a device runs prefill chunks from a graph only if no tree after them branches
                 prefers_chain = num_tokens + budget > 1 + self.max_draft_tokens and not is_host
                 options = request, budget, plan.num_slots[i], plan.worths.get(i)
                 spec = self.policy.spec(*options, prefers_chain=prefers_chain) if grows else None

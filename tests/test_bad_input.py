@@ -314,7 +314,7 @@ BAD_REQUESTS: dict[str, tuple[Any, dict[str, Any], list[object]]] = {
     "a dict of more": (
         {"prompt": "the", "multi_modal_data": 5},
         {},
-        ["prompt=", "no option 'multi_modal_data'", "allowed: prompt, prompt_token_ids"],
+        ["prompt=", "there is no key 'multi_modal_data'", "allowed: prompt, prompt_token_ids"],
     ),
     "half a character": ("a\ud800", {}, ["'a\\ud800'", "surrogate", "UTF-8"]),
     "bytes": (b"the", {}, ["b'the'", "a str or a list of int"]),

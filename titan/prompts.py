@@ -46,7 +46,7 @@ def read_prompt(prompt: object) -> ReadPrompt:
     if not isinstance(prompt, Mapping):
         return ReadPrompt(None, _read_token_ids(prompt))
     if unknown := [key for key in prompt if key not in KEYS]:
-        raise ValueError(f"prompt={shown(prompt)} is not allowed: {unknown_names(map(str, unknown), KEYS)}")
+        raise ValueError(f"prompt={shown(prompt)} is not allowed: {unknown_names(map(str, unknown), KEYS, 'key')}")
     text, token_ids, cache_salt = map(prompt.get, KEYS)
     if not isinstance(text, str | None) or (text is None and token_ids is None):
         raise ValueError(f"prompt={shown(prompt)} is not allowed: a prompt is {FORMS}")

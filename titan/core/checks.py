@@ -116,14 +116,14 @@ def check_options(options: Any) -> None:
         object.__setattr__(options, each.name, each.metadata["check"](each.name, getattr(options, each.name)))
 
 
-def unknown_names(unknown: Iterable[str], allowed: Sequence[str]) -> str:
+def unknown_names(unknown: Iterable[str], allowed: Sequence[str], noun: str = "option") -> str:
     """Return a message on names that there are not, with the closest of the allowed ones, or all where a name is close to none."""
     listed, all_close = [], True
     for name in islice(unknown, MAX_NAMES):
         close = get_close_matches(name[:MAX_SHOWN], allowed, n=1, cutoff=0.65)
         listed.append(f"{shown(name)} (did you mean {close[0]!r}?)" if close else shown(name))
         all_close &= bool(close)
-    return f"there is no option {', '.join(listed)}" + ("" if all_close else f"; allowed: {', '.join(allowed)}")
+    return f"there is no {noun} {', '.join(listed)}" + ("" if all_close else f"; allowed: {', '.join(allowed)}")
 
 
 def check_path(name: str, value: object) -> str | None:

@@ -68,7 +68,7 @@ class Request:
     block_ids: array[int] = field(default_factory=partial(array, "q"))  # block table, for the target's and the draft's cache
     swapped_block_ids: array[int] = field(default_factory=partial(array, "q"))  # in place of block_ids, while it is swapped out
     hash_chain: list[bytes] = field(default_factory=list)  # hashes of its first full blocks, as far as they were computed
-    num_cached_blocks: int = 0  # leading full blocks that are in the prefix cache or were shared by a sibling
+    num_cached_blocks: int = 0  # leading full blocks that the prefix cache knows, shared ones included; 0 without that cache
     num_computed_tokens: int = 0  # tokens whose committed KV is valid in the target's cache
     num_drafted_context: int = 0  # the same for the draft's cache
     num_draft_marked_blocks: int = 0  # leading blocks marked in the prefix cache as covered by the current draft

@@ -47,7 +47,7 @@ class StepPlan:
 
     @property
     def num_context_tokens(self) -> int:
-        """Number of tokens before those of the step, of all requests; counted once, at the first use, before the commit."""
+        """Number of tokens before those of the step, of all requests; counted at the first use, which must precede the commit."""
         if self._num_context_tokens is None:
             self._num_context_tokens = sum([request.num_computed_tokens for request in self.requests])
         return self._num_context_tokens

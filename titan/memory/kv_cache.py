@@ -162,11 +162,12 @@ class KVCache:
             self._new_blocks.clear()
 
     def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
-        """Move the accepted paths to the slots right after their roots, in every attached cache.
+        """Move the accepted paths to the slots right after their roots, in every attached cache, and count what the draft has.
 
         Called before the requests' counters advance. The target's KV of node ``i`` is in slot ``root slot + 1 + i``, the
         draft's, if any, in ``root slot + 1 + draft_slots[i]``; that of the path's node ``k`` goes to ``root slot + 1 + k``. A path
-        of the first slots, such as every path of a chain, moves nothing. The draft's coverage grows by the nodes it has KV of.
+        of the first slots, such as every path of a chain, moves nothing. The draft's coverage grows by the nodes of the path
+        that it has KV of.
         """
         moves: dict[Role, list[PathMove]] = {"target": [], "draft": []}
         draft_slots, first_nodes = acceptance.trees.nodes.draft_slots.tolist(), acceptance.trees.start_loc.tolist()
@@ -189,7 +190,7 @@ class KVCache:
                 self._ops.move_paths(self._tensors[role], paths)
 
     def roll_back(self, request: Request) -> None:
-        """Release the blocks behind the committed tokens, after the request's counters have advanced."""
+        """Release the blocks after those of the committed tokens, after the request's counters have advanced."""
         if len(request.block_ids) > (num_blocks := -(-request.num_computed_tokens // self.block_size)):
             self.pool.release(request.roll_back(num_blocks))
 
@@ -343,7 +344,7 @@ class KVCache:
         return -(-num_slots // self.block_size)
 
     def _allocate(self, count: int, after: int = -1) -> list[int]:
-        """Allocate free blocks, behind the block ``after`` if possible; the swap space gets copies of what is evicted."""
+        """Allocate free blocks, right after the block ``after`` if possible; the swap space gets copies of what is evicted."""
         self.swap_space.keep_evicted(self.pool, count, self._tensors)
         return self.pool.allocate(count, after)
 

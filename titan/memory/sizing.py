@@ -46,7 +46,7 @@ def num_kv_blocks(
     Args:
         options: the user's.
         layouts: of the target's and the draft's cache, in which a block takes memory.
-        num_useful: upper bound unless the options give a size: more blocks could never be used.
+        num_useful: upper bound unless the options give a size: running requests can hold no more blocks.
         measure: returns the memory that there is for the caches; called only if the user has not given a size.
         free_memory: returns the bytes that can be allocated; called only if the user has given a size.
 

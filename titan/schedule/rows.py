@@ -48,12 +48,12 @@ class RowChooser:
             self._num_spare_blocks = self._kv.pool.num_free - self._num_missing_blocks(scheduler.running)
         prefills = [each for each in scheduler.running if each.num_uncomputed_tokens > 1]
         wanted = [self._num_wanted(each) for each in prefills]
-        num_behind = sum(wanted) + (self._num_wanted_by_waiting() if prefills else 0)
+        num_wanted_after = sum(wanted) + (self._num_wanted_by_waiting() if prefills else 0)
         self._prompt_budget = self._most_prompt_tokens() if prefills or may_join else 0
         for request, num_wanted in zip(prefills, wanted, strict=True):
-            num_behind -= num_wanted
+            num_wanted_after -= num_wanted
             if num_wanted and self._prompt_budget and scheduler.ensure_kv(request):
-                self._add_running(request, self._chunk(request, num_behind))
+                self._add_running(request, self._chunk(request, num_wanted_after))
         plan.shortage = self._join()
         self._add_drafts()
         return plan
@@ -96,14 +96,14 @@ class RowChooser:
             most = limit(num_decodes, sum([request.num_computed_tokens for request in self._scheduler.running]), most)
         return min(most, left)
 
-    def _chunk(self, request: Request, num_behind: int) -> int:
-        """Return how many tokens a running request that does not decode gets, if the requests behind it want ``num_behind``.
+    def _chunk(self, request: Request, num_wanted_after: int) -> int:
+        """Return how many tokens a running request that does not decode gets, if the requests after it want ``num_wanted_after``.
 
         Unless it completes the prompt, they are left up to half of the budget: a long prompt must not stall short ones.
         """
         num_tokens = min(self._num_wanted(request), self._prompt_budget)
         if num_tokens < request.num_uncomputed_tokens:
-            num_tokens = min(num_tokens, self._prompt_budget - min(num_behind, self._prompt_budget // 2))
+            num_tokens = min(num_tokens, self._prompt_budget - min(num_wanted_after, self._prompt_budget // 2))
         return num_tokens
 
     def _add_running(self, request: Request, num_tokens: int) -> None:
