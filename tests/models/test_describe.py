@@ -22,6 +22,8 @@ from titan.model_info import model_facts
 from titan.models import loader, stored
 from titan.models.config import as_token_ids
 from titan.models.files import ModelFiles
+from titan.models.hf import describe as describing
+from titan.models.hf import load
 from titan.models.hf.describe import COUNTS_FROM_PADDING, describe, empty_model
 from titan.models.hf.latents import absorb
 from titan.models.hf.probe import without_weights
@@ -129,7 +131,7 @@ def test_modules_that_text_does_not_go_through_are_not_judged(monkeypatch: pytes
 
 
 @pytest.mark.parametrize(("name", "is_described"), [("mixtral", True), ("gemma", False)])
-def test_configs_are_described_once_and_headers_of_weights_are_read_once(
+def test_configs_are_described_once_with_one_empty_model_and_headers_of_weights_are_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_described: bool
 ) -> None:
     """Of Titan's own decoder, whose embedding may be tied, too."""
@@ -138,8 +140,10 @@ def test_configs_are_described_once_and_headers_of_weights_are_read_once(
     def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **options: calls.append(name) or function(*args, **options)  # type: ignore[func-returns-value]
 
-    for module, name in ((loader, "describe"), (loader, "find_tensors"), (stored, "find_tensors")):
+    of_two_modules = (loader, "find_tensors"), (stored, "find_tensors"), (describing, "empty_model"), (load, "empty_model")
+    for module, name in ((loader, "describe"), *of_two_modules):
         monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
     LLM(checkpoint.path, checkpoint.path, device="cpu", dtype="float32", warm_up=False, max_model_len=64)
     assert checkpoint.model.config.tie_word_embeddings == (not is_described)
-    assert sorted(calls) == ["describe"] * 2 * is_described + ["find_tensors"] * 2, "of the target and of the draft"
+    expected = [*["describe", "empty_model"] * is_described, "find_tensors"]
+    assert sorted(calls) == sorted(expected * 2), "of the target and of the draft"

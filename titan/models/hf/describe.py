@@ -36,6 +36,7 @@ class TransformersConfig(ModelConfig):
     """The config of a `titan.models.hf.model.TransformersModel`; made by `describe`."""
 
     source: Any = field(repr=False)  # as transformers has it
+    model_class: Any  # of transformers, or code of the checkpoint; of composite models text-only
     modules: tuple[ProbedModule, ...]  # that attend through transformers' interface; none of a model with attention of its own
     trust_remote_code: bool
 
@@ -83,6 +84,7 @@ def describe(source: Any, eos_token_ids: tuple[int, ...] | None = None, *, trust
         dtype=named_dtype(source),
         traits=frozenset(traits.union(*(each.spec.traits for each in modules))),
         source=source,
+        model_class=type(model),
         modules=modules,
         trust_remote_code=trust_remote_code,
     )

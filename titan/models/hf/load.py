@@ -90,10 +90,9 @@ def _read(stored: dict[str, StoredTensor], config: TransformersConfig, dtype: to
     problems = {} if is_composite(config.source) else _expert_misfits(stored, config.source)
     if any(names for what, names in problems.items() if what != UNEXPECTED):
         refuse_misfits(problems, config.architecture)
-    model_class: Any = type(empty_model(config.source, trust_remote_code=config.trust_remote_code))
     try:
         with quiet():
-            model, report = model_class.from_pretrained(
+            model, report = config.model_class.from_pretrained(
                 None, state_dict=stored, config=deepcopy(config.source), dtype=dtype, **_options(backend)
             )
     except RuntimeError:  # it does not say which weights cannot be stacked
