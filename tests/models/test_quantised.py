@@ -9,6 +9,7 @@ import json
 import logging
 import shutil
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from zoo import random_prompts
 
 from titan import LLM
-from titan.models.hf.quantised import PACKAGES
 
 NUM_TOKENS = 16
 BLOCK = 32
@@ -252,14 +252,22 @@ def test_that_outliers_of_8_bits_mix_rows_is_said(tmp_path: Path, caplog: pytest
     assert "has load_in_8bit with llm_int8_threshold above 0: its rounding" in caplog.text
 
 
-@pytest.mark.parametrize("name", PACKAGES)
-def test_packages_that_are_missing_are_named_before_weights_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setattr("titan.models.hf.quantised.find_spec", lambda _: None)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": {"quant_method": name}}))
-    needed = " ".join(PACKAGES[name]).replace("_", "-")
-    with pytest.raises(ValueError, match=f"quant_method='{name}', which cannot be loaded here: `pip install {needed}`"):
+@pytest.mark.parametrize(
+    ("package", "method"),
+    [
+        ("gptqmodel", {"quant_method": "gptq", "bits": 4}),
+        ("gptqmodel", {"quant_method": "awq"}),
+        ("bitsandbytes", {"quant_method": "bitsandbytes", "load_in_8bit": True}),
+        ("compressed-tensors", {"quant_method": "compressed-tensors"}),
+        ("torchao", {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}}}),
+    ],
+)
+def test_packages_that_are_missing_are_named_before_weights_are_read(tmp_path: Path, package: str, method: dict[str, Any]) -> None:
+    if find_spec(package.replace("-", "_")) is not None:
+        pytest.skip(f"{package} is installed")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": method}))
+    refusal = f"quant_method='{method['quant_method']}', which cannot be loaded here: .*`pip install .*{package}"
+    with pytest.raises(ValueError, match=refusal):
         LLM(str(tmp_path), **DEFAULTS)
 
 

@@ -15,14 +15,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from titan.core.dtypes import RUN_DTYPES
 from titan.models.files import one_line
 
-PACKAGES = {
-    "gptq": ("optimum", "gptqmodel"),
-    "awq": ("gptqmodel",),
-    "bitsandbytes": ("bitsandbytes",),
-    "compressed-tensors": ("compressed_tensors",),
-    "torchao": ("torchao",),
-}
-"""Packages without which transformers cannot load a method; of others it says itself what to install."""
 WITHOUT_CHECKPOINTS = ("hqq", "quanto")
 """Methods by which transformers quantises models that it loads, and whose quantised checkpoints it cannot read."""
 OUTLIERS = 6.0
@@ -51,8 +43,8 @@ def check_quantisation(config: Any) -> None:
     method = f"quantization_config has quant_method={name!r}, which cannot be loaded here"
     if name in WITHOUT_CHECKPOINTS:
         raise ValueError(f"{method}: transformers reads no quantised checkpoints of it")
-    if missing := [package for package in PACKAGES.get(str(name), ()) if find_spec(package) is None]:
-        raise ValueError(f"{method}: `pip install {' '.join(missing).replace('_', '-')}`")
+    if name == "gptq" and find_spec("gptqmodel") is None:  # transformers would ask for a GPU
+        raise ValueError(f"{method}: `pip install optimum gptqmodel`")
     try:
         quantiser = AutoHfQuantizer.from_config(copy.deepcopy(found), pre_quantized=True)
         quantiser.validate_environment(device_map=None, weights_only=True)
