@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, get_cosine_with_min_lr_schedule_with_warmup
 
 from titan import LLM, SamplingParams
 from titan.bench.prompts import is_held_out, source_files
@@ -156,15 +156,10 @@ def fit(name: str, model: nn.Module, num_steps: int, lr: float, loss_of_batch: C
         torch.optim.Muon(matrices, lr=lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0),
     ]
-    num_warmup = max(1, num_steps // 25)
-
-    def factor(step: int) -> float:
-        if step < num_warmup:
-            return (step + 1) / num_warmup
-        progress = (step - num_warmup) / max(1, num_steps - num_warmup)
-        return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress))
-
-    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, factor) for optimizer in optimizers]
+    schedules = [
+        get_cosine_with_min_lr_schedule_with_warmup(optimizer, max(1, num_steps // 25), num_steps, min_lr_rate=0.05)
+        for optimizer in optimizers
+    ]
     start, losses = time.perf_counter(), list[float]()
     for step in range(1, num_steps + 1):
         loss = loss_of_batch()
