@@ -24,8 +24,8 @@ from titan.core.kv_tensor import KVTensor
 from titan.kernels.backend import choose_backend
 from titan.kernels.interfaces import LayerOps, PassInputs
 from titan.models.files import ModelFiles
-from titan.models.hf.attention import FusedAttention
 from titan.models.hf.experts import BINDING, pack_experts, run_experts
+from titan.models.hf.fused_attention import FusedAttention
 from titan.models.hf.modules import FusedNorm, GatedMlp, PackedLinear, fuse_embedding, fuse_mlp, fuse_norm, is_plain_linear
 from titan.models.loader import load_model, open_model
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from titan.core.attention import LayerSpec
 from titan.models.config import ModelConfig, check_heads, end_tokens, named_dtype, num_positions, within
 from titan.models.files import one_line
-from titan.models.hf import interface, probe
+from titan.models.hf import probe
+from titan.models.hf.bound_attention import IMPLEMENTATION, attend
 from titan.models.hf.checks import check_config
 from titan.models.hf.composite import composite_class
 from titan.models.hf.experts import run_experts, set_experts
@@ -134,12 +135,12 @@ def register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    AttentionInterface.register(interface.IMPLEMENTATION, interface.attend)  # without masks: transformers then makes none
+    AttentionInterface.register(IMPLEMENTATION, attend)  # without masks: transformers then makes none
     AttentionInterface.register(probe.PROBE, probe.attend)
     AttentionInterface.register(probe.UNMASKED_PROBE, probe.attend)
     AttentionMaskInterface.register(probe.PROBE, probe.make_mask)
     ALL_EXPERTS_FUNCTIONS.register(probe.PROBE, probe.run_experts)
-    ALL_EXPERTS_FUNCTIONS.register(interface.IMPLEMENTATION, run_experts)
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, run_experts)
 
 
 def _end_tokens(config: Any) -> Any:

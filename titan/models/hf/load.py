@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from titan.kernels.interfaces import Backend
+from titan.models.hf.bound_attention import IMPLEMENTATION
 from titan.models.hf.composite import composite_class, is_composite
 from titan.models.hf.describe import TransformersConfig, empty_model, quiet
 from titan.models.hf.experts import set_experts
 from titan.models.hf.gathered import GatheredAttention, check_gathering
 from titan.models.hf.heap import give_back
-from titan.models.hf.interface import IMPLEMENTATION
 from titan.models.hf.model import TransformersModel
 from titan.models.hf.paged import PagedAttention
 from titan.models.hf.quantised import cast_unquantised, mixes_rows, num_bytes, plain_tensors, quantisation

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from titan.core.kv_tensor import KVTensor
 from titan.kernels.interfaces import LayerOps, PassInputs
+from titan.models.hf.bound_attention import BINDING, BoundAttention, Current, Pass
 from titan.models.hf.describe import TransformersConfig
-from titan.models.hf.interface import BINDING, BoundAttention, Current, Pass
 from titan.models.hf.latents import absorb
 
 

@@ -14,10 +14,10 @@ from torch import nn
 
 from titan.core.kv_tensor import KVTensor
 from titan.kernels.interfaces import LayerOps
-from titan.models.hf.attention import PROJECTIONS, fuse_attention
+from titan.models.hf.bound_attention import BINDING
 from titan.models.hf.experts import pack_experts
+from titan.models.hf.fused_attention import PROJECTIONS, fuse_attention
 from titan.models.hf.heap import give_back
-from titan.models.hf.interface import BINDING
 from titan.models.hf.modules import (
     PackedLinear,
     apply_linear,

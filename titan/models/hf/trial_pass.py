@@ -12,7 +12,7 @@ from torch import Tensor
 from titan.core.attention import AttentionSpec
 from titan.core.kv_tensor import KVTensor
 from titan.kernels.interfaces import LayerOps
-from titan.models.hf.interface import Current, Pass
+from titan.models.hf.bound_attention import Current, Pass
 
 NUM_TOKENS = 3
 """Number of tokens of a trial pass."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from titan.core.kv_tensor import KVTensor
 from titan.kernels.interfaces import LayerOps
-from titan.models.hf.interface import BoundAttention
+from titan.models.hf.bound_attention import BoundAttention
 from titan.models.hf.modules import FusedNorm, PackedWeight, fuse_norm, is_close, is_plain_linear, is_unhooked, mixed_rows
 from titan.models.hf.trial_pass import NUM_TOKENS, run_without_attention
 
