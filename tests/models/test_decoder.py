@@ -237,6 +237,24 @@ def test_norms_are_rounded_where_those_of_transformers_are(tmp_path: Path, famil
         assert normed.dtype == model.dtype and (normed != theirs(x)).float().mean() < 0.002
 
 
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", ["gemma", "gemma3"])
+def test_embeddings_are_scaled_as_those_of_transformers_are(tmp_path: Path, family: str, dtype: str, pack: bool) -> None:
+    """The root of 48 is no number of 16 bits. Layers that add nothing, and a head of ones, show what the embedding became."""
+    model_type, config = FAMILIES[family]
+    reference = make_model(tmp_path, model_type, **config)
+    for layer in reference.model.layers:
+        layer.self_attn.o_proj.weight.data.zero_(), layer.mlp.down_proj.weight.data.zero_()
+    reference.lm_head.weight.data = torch.eye(131, 48)
+    reference.to(getattr(torch, dtype)).save_pretrained(tmp_path)
+    token_ids = random_tokens(60)
+    session = Session(load(tmp_path, dtype, pack=pack))
+    session.feed(token_ids[:1], 0)
+    logits = session.run([QueryRow(session.block_ids[0], 1, token_ids[1:2])], DraftTree.chain(token_ids[2:]))
+    assert (logits != reference_logits(reference, token_ids)[1:]).float().mean() < 0.002
+
+
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_weights_that_are_not_packed_match_transformers_too(tmp_path: Path, is_tied: bool) -> None:
     reference = make_model(tmp_path, tie_word_embeddings=is_tied, attention_bias=True)

@@ -36,6 +36,8 @@ class Decoder(nn.Module):
         self.device = backend.device
         self.ops = backend.layer_ops(dtype, config.traits)
         self.weight_bits: int | None = None
+        scale = config.embedding_scale
+        self.embedding_scale = torch.tensor(scale, dtype=dtype).item() if config.family.rounds_embedding_scale else scale
 
         weight_device = torch.device("meta") if is_empty else backend.device
 
@@ -63,7 +65,7 @@ class Decoder(nn.Module):
         assert weight_bits is None or (pack and self.ops.packs_8_bits)
         self.weight_bits = weight_bits
         packs = pack and (self.ops.packs or weight_bits is not None)
-        # Tables are computed in float32 and rounded once, as transformers rounds its cosines and sines, but for those of OLMo.
+        # Tables are computed in float32 and rounded once, as transformers rounds its cosines and sines (it keeps OLMo's).
         tables = {
             rope: rope_table(rope, config.head_dim, config.max_position_embeddings).to(self.device, self.dtype)
             for rope in set(config.ropes)
@@ -98,8 +100,8 @@ class Decoder(nn.Module):
         plan = ops.plan_attention(inputs.attention)
         step = LayerStep(ops, plan, inputs.positions, inputs.slot_mapping)
         x = ops.look_up(inputs.token_ids, self.embedding, config.hidden_size)
-        if config.embedding_scale != 1:
-            x = x * config.embedding_scale
+        if self.embedding_scale != 1:
+            x = x * self.embedding_scale
         normed = norm(x, self.layer_weights[0].input_norm, eps, ops)
         rows, last = inputs.logits_rows, config.num_layers - 1
         for layer, (weights, next_norm) in enumerate(zip(self.layer_weights, self._next_norms, strict=True)):

@@ -38,6 +38,7 @@ class Family(NamedTuple):
     traits: frozenset[str]  # see `titan.models.config.ModelConfig.traits`
     attention_scale: float | None = None  # of the scores; None: head_dim ** -0.5
     embedding_scale: float = 1.0
+    rounds_embedding_scale: bool = False  # to the dtype in which the model runs
     residual_scale: float = 1.0  # of what attention and feed-forward part add to the residual stream
     logits_scale: float = 1.0  # is folded into the final norm when it is loaded
     is_fused: bool = False  # q, k and v are one tensor of the checkpoint, gate and up another
@@ -100,7 +101,8 @@ def _gemma(config: PretrainedConfig) -> Family:
     if config.use_bidirectional_attention:
         raise NotNativeError("use_bidirectional_attention=True is not supported: it must be false")
     family = Family((None,) * config.num_hidden_layers, frozenset(_biases(config.attention_bias)))
-    return family._replace(embedding_scale=config.hidden_size**0.5, norm_offset=1.0, has_wide_norms=True)
+    scale = config.hidden_size**0.5
+    return family._replace(embedding_scale=scale, rounds_embedding_scale=True, norm_offset=1.0, has_wide_norms=True)
 
 
 def _gemma3(config: PretrainedConfig) -> Family:
