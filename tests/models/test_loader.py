@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from stepping import greedy, make_engine, run_all
 from text_tools import make_tokenizer
 from tiny_models import make_model
-from tokenizers import Tokenizer, models
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.auto import tokenization_auto
@@ -229,6 +229,24 @@ def test_a_tokenizer_of_tekken_alone_is_not_read_without_its_beginning_of_sequen
     )
     assert load_tokenizer(ModelFiles(str(tmp_path))) is None
     assert "has no tokenizer but tekken.json, which is not read: it needs a tokenizer.json beside it" in caplog.text
+
+
+@pytest.mark.parametrize("token", ["[INST]", "[HELLO]"])
+def test_of_mistrals_large_vocabularies_alone_the_pattern_is_corrected(tmp_path: Path, token: str) -> None:
+    """Theirs has single digits, and tokenizer.json another one, as other tokenizers have it whose models are of the same type."""
+    make_model(tmp_path, "mistral")
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace("transformers_version", "_"))
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {piece: i for i, piece in enumerate([*letters, "12", *(f"unused {i}" for i in range(100_000))])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [("1", "2")]))
+    split = pre_tokenizers.Split(Regex(r"\p{N}{1,3}| ?\S+"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, additional_special_tokens=[token]).save_pretrained(tmp_path)
+    loaded = load_tokenizer(ModelFiles(str(tmp_path)))
+    assert loaded is not None
+    expected = ["1", "2"] if token == "[INST]" else ["12"]
+    assert loaded.convert_ids_to_tokens(loaded.encode("12", add_special_tokens=False)) == expected
 
 
 @pytest.mark.parametrize("missing", ["sentencepiece", "protobuf"])

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,7 +31,7 @@ from titan.models.files import (
     one_line,
     some,
 )
-from titan.models.hf.describe import TransformersConfig, describe, empty_model
+from titan.models.hf.describe import TransformersConfig, describe, empty_model, quiet
 from titan.models.hf.load import load_weights as load_modules
 from titan.models.registry import NotNativeError, check_supported
 from titan.models.stored import find_tensors, weight_files, weights_dtype
@@ -55,6 +56,8 @@ CHAT_TEMPLATE = "chat_template.json"
 """File beside a tokenizer, of models of images whose processor was saved by an old version of transformers."""
 TEKKEN = "tekken.json"
 """File of a tokenizer of mistral-common: where transformers reads it, no beginning of sequence is put before a prompt."""
+TEKKEN_TOKEN = "[INST]"
+"""Token of such tokenizers: of those of 2024 and 2025, tokenizer.json has another pattern than the vocabulary was made with."""
 TIKTOKEN = "tiktoken.model"
 """The one file of this ending that is not of sentencepiece."""
 TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")
@@ -178,9 +181,11 @@ def load_tokenizer(files: ModelFiles, *, trust_remote_code: bool = False) -> Pre
             from transformers import AutoTokenizer
 
             # where mistral-common is installed, its tokenizers would be taken, which lack some of the others' methods
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                folder, trust_remote_code=trust_remote_code, mistral_format=False
-            )
+            read = partial(AutoTokenizer.from_pretrained, folder, trust_remote_code=trust_remote_code, mistral_format=False)
+            with quiet():  # of the pattern that is corrected
+                tokenizer: PreTrainedTokenizerBase = read()
+            if TEKKEN_TOKEN in tokenizer.get_added_vocab():
+                tokenizer = read(fix_mistral_regex=True)
     except Exception as error:  # transformers and tokenizers raise whatever the damage leads to
         for file in found:
             if file.endswith(".json"):
