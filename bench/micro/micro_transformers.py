@@ -72,13 +72,12 @@ def test_pass(measure: Measure, folder: Path, model_impl: str, dtype: str, num_r
 def test_experts(measure: Measure, implementation: str, dtype: str, num_rows: int) -> None:
     """A layer of 32 experts, four per token: packed, and as transformers has it ("grouped_mm" by default)."""
     from transformers import Qwen3MoeConfig
-    from transformers.integrations.moe import grouped_mm_experts_forward
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-    from titan.models.hf.experts import pack_experts, run_experts
+    from titan.models.hf.experts import pack_experts
 
     config = Qwen3MoeConfig(hidden_size=1024, moe_intermediate_size=768, num_experts=NUM_EXPERTS)
-    config._experts_implementation = "eager"
+    config._experts_implementation = "eager" if implementation == "eager" else "grouped_mm"
     module = Qwen3MoeExperts(config).requires_grad_(False)
     for parameter in module.parameters():
         parameter.normal_(0, 0.02)
@@ -86,8 +85,7 @@ def test_experts(measure: Measure, implementation: str, dtype: str, num_rows: in
     ops = backend().layer_ops(getattr(torch, dtype), frozenset({"transformers"}))
     if implementation == "titan" and (not ops.packs or not pack_experts(ops, module)):
         pytest.skip("experts are transformers' own here")
-    run = {"titan": run_experts, "grouped_mm": grouped_mm_experts_forward, "eager": Qwen3MoeExperts.forward}[implementation]
     hidden = torch.randn(num_rows, config.hidden_size).to(getattr(torch, dtype))
     chosen = torch.rand(num_rows, NUM_EXPERTS, device=backend().device).topk(TOP_K)
     with backend().active() if implementation == "titan" else nullcontext():  # the others have PyTorch's threads
-        measure(run, module, hidden.to(backend().device), chosen.indices, chosen.values.to(hidden.dtype))
+        measure(module, hidden.to(backend().device), chosen.indices, chosen.values.to(hidden.dtype))

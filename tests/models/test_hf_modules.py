@@ -12,7 +12,7 @@ from checkpoints import Checkpoint
 from families import FAMILIES
 from torch import Tensor, nn
 from transformers import Gemma3TextConfig, GptOssConfig, LlamaConfig, LlamaForCausalLM, Phi3Config, Qwen3MoeConfig
-from transformers.integrations.moe import grouped_mm_experts_forward
+from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP, Gemma3RMSNorm, Gemma3TextScaledWordEmbedding
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
@@ -23,8 +23,9 @@ from titan.core.batch import QueryRow, build_batch
 from titan.core.kv_tensor import KVTensor
 from titan.kernels.backend import choose_backend
 from titan.kernels.interfaces import LayerOps, PassInputs
+from titan.kernels.torch.backend import TorchBackend
 from titan.models.files import ModelFiles
-from titan.models.hf.experts import BINDING, pack_experts, run_experts
+from titan.models.hf.experts import pack_experts
 from titan.models.hf.fused_attention import FusedAttention
 from titan.models.hf.modules import FusedNorm, GatedMlp, PackedLinear, fuse_embedding, fuse_mlp, fuse_norm, is_plain_linear
 from titan.models.loader import load_model, open_model
@@ -168,12 +169,23 @@ def test_packed_experts_are_those_of_transformers(
 ) -> None:
     config._experts_implementation = "eager"
     plain, packed = (ready(experts(config), dtype) for _ in range(2))
-    assert pack_experts(make_ops(dtype), packed) and hasattr(packed, BINDING)
+    assert pack_experts(make_ops(dtype), packed)
     assert packed.down_proj is None, "its memory is given back"
     rows, chosen = random_rows(dtype, num_rows), torch.rand(num_rows, 8, generator=torch.Generator().manual_seed(1)).topk(3)
     choice = chosen.indices, chosen.values.to(dtype)
     for expected in (plain(rows, *choice), grouped_mm_experts_forward(plain, rows, *choice)):
-        assert_same(run_experts(packed, rows, *choice), expected)
+        assert_same(packed(rows, *choice), expected)
+
+
+def test_experts_have_an_implementation_that_transformers_has_of_quantised_ones_as_well(tmp_path: Path) -> None:
+    """Those of fp8, which on a GPU stays as it is, have a list of their own."""
+    model = load_model(
+        open_model(ModelFiles(Checkpoint(FAMILIES["qwen3_moe"], tmp_path).path)),
+        dtype="float32",
+        backend=TorchBackend(torch.device("cpu")),
+    )
+    names = {each.config._experts_implementation for each in model._decoder.modules() if isinstance(each, Qwen3MoeExperts)}
+    assert len(names) == 1 and all(names <= each().keys() for each in (ExpertsInterface, *ExpertsInterface.__subclasses__()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

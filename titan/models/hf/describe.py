@@ -20,7 +20,7 @@ from titan.models.hf import probe
 from titan.models.hf.bound_attention import IMPLEMENTATION, attend
 from titan.models.hf.checks import check_config
 from titan.models.hf.composite import composite_class
-from titan.models.hf.experts import run_experts, set_experts
+from titan.models.hf.experts import set_experts
 from titan.models.hf.gathered import ShapeCache
 from titan.models.hf.probe import ProbedModule
 from titan.models.hf.quantised import check_quantisation
@@ -131,7 +131,7 @@ def _probe_cache(model: Any, text_config: Any) -> tuple[LayerSpec, ...]:
 
 
 def register() -> None:
-    """Register Titan's attention and experts with transformers; to do it again changes nothing."""
+    """Register Titan's attention and probes with transformers; to do it again changes nothing."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -140,7 +140,6 @@ def register() -> None:
     AttentionInterface.register(probe.UNMASKED_PROBE, probe.attend)
     AttentionMaskInterface.register(probe.PROBE, probe.make_mask)
     ALL_EXPERTS_FUNCTIONS.register(probe.PROBE, probe.run_experts)
-    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, run_experts)
 
 
 def _end_tokens(config: Any) -> Any:

@@ -10,21 +10,31 @@ from torch import Tensor, nn
 from titan.kernels.interfaces import LayerOps
 from titan.models.hf.modules import is_close, is_unhooked, mixed_rows
 
-BINDING = "titan_experts"
-"""Attribute of a module of experts that holds its `PackedExperts`."""
+GROUPED = "grouped_mm"
+"""Name of transformers' default, which it has of plain and of quantised experts; packed ones do not go by it."""
 TRAITS = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm")
 """Attributes of modules of experts, given by transformers' decorator of their classes."""
 
 
 class PackedExperts:
-    """Experts with packed weights, each run on the tokens that chose it."""
+    """The experts of a module with packed weights, each run on the tokens that chose it."""
 
     def __init__(self, ops: LayerOps, module: Any) -> None:
-        self._ops = ops
+        self._ops, self._module = ops, module
         self._up, self._down = (pack_layers(ops, module, name) for name in layer_names(module))
 
-    def run(self, module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Apply the experts that were chosen for each token; see `run_experts`."""
+    def run(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Apply the experts that were chosen for each token; the signature is that of the module's own forward.
+
+        Args:
+            hidden_states: [T, hidden_size].
+            top_k_index: int64 [T, k], the experts of each token.
+            top_k_weights: [T, k].
+
+        Returns:
+            [T, hidden_size].
+        """
+        module = self._module
         num_tokens, top_k = top_k_index.shape
         experts, order = top_k_index.flatten().sort()
         counts = experts.bincount(minlength=len(self._up)).tolist()
@@ -53,27 +63,6 @@ def set_experts(model: nn.Module, name: str) -> None:
             module.set_experts_implementation(name)
 
 
-def run_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Apply the experts that were chosen for each token; the signature is that of transformers' expert functions.
-
-    Args:
-        module: with the weights of all experts.
-        hidden_states: [T, hidden_size].
-        top_k_index: int64 [T, k], the experts of each token.
-        top_k_weights: [T, k].
-
-    Returns:
-        [T, hidden_size].
-    """
-    from transformers.integrations.moe import grouped_mm_experts_forward
-
-    packed: PackedExperts | None = getattr(module, BINDING, None)
-    if packed is not None:
-        return packed.run(module, hidden_states, top_k_index, top_k_weights)
-    output: Tensor = grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
-    return output
-
-
 def pack_experts(ops: LayerOps, module: Any) -> bool:
     """Pack the weights of a module's experts, if it has any, which replace its own; return whether that could be done."""
     from transformers.integrations.moe import grouped_mm_experts_forward
@@ -88,9 +77,9 @@ def pack_experts(ops: LayerOps, module: Any) -> bool:
     chosen = torch.stack([torch.randperm(num_experts, generator=torch.Generator().manual_seed(i))[:2] for i in range(len(rows))])
     choice = chosen.to(rows.device), torch.linspace(0.1, 0.9, chosen.numel()).view(chosen.shape).to(rows)
     packed = PackedExperts(ops, module)
-    if not is_close(packed.run(module, rows, *choice), grouped_mm_experts_forward(module, rows, *choice)):
+    if not is_close(packed.run(rows, *choice), grouped_mm_experts_forward(module, rows, *choice)):
         return False
-    setattr(module, BINDING, packed)
+    module.forward = packed.run
     for name in layer_names(module):
         setattr(module, name, None)
     return True

@@ -17,7 +17,7 @@ from titan.kernels.interfaces import Backend
 from titan.models.hf.bound_attention import IMPLEMENTATION
 from titan.models.hf.composite import composite_class, is_composite
 from titan.models.hf.describe import TransformersConfig, empty_model, quiet
-from titan.models.hf.experts import set_experts
+from titan.models.hf.experts import GROUPED, set_experts
 from titan.models.hf.gathered import GatheredAttention, check_gathering
 from titan.models.hf.heap import give_back
 from titan.models.hf.model import TransformersModel
@@ -139,7 +139,7 @@ def _bind(model: Any, config: TransformersConfig, dtype: torch.dtype) -> PagedAt
     if "own_attention" in config.traits:
         return GatheredAttention(dtype)
     model.set_attn_implementation(IMPLEMENTATION)
-    set_experts(model, IMPLEMENTATION)
+    set_experts(model, GROUPED)
     return PagedAttention(model, config, dtype)
 
 
