@@ -15,6 +15,7 @@ from transformers import Gemma3TextConfig, GptOssConfig, LlamaConfig, LlamaForCa
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP, Gemma3RMSNorm, Gemma3TextScaledWordEmbedding
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.gptj.modeling_gptj import GPTJAttention
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -175,6 +176,18 @@ def test_packed_experts_are_those_of_transformers(
     choice = chosen.indices, chosen.values.to(dtype)
     for expected in (plain(rows, *choice), grouped_mm_experts_forward(plain, rows, *choice)):
         assert_same(packed(rows, *choice), expected)
+
+
+def test_attention_of_a_models_own_that_goes_by_slots_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with ALiBi: requests are right, and of a token's children the first."""
+    attend, path = GPTJAttention._attn, Checkpoint(FAMILIES["gptj"], tmp_path).path
+
+    def biased(self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor) -> Any:
+        return attend(self, query, key, value, attention_mask + 2.0 * torch.arange(key.shape[2]))
+
+    monkeypatch.setattr(GPTJAttention, "_attn", biased)
+    with pytest.raises(ValueError, match="does not go by the mask it is given, without which trees cannot be run"):
+        load_model(open_model(ModelFiles(path)), dtype="float32", backend=TorchBackend(torch.device("cpu")))
 
 
 def test_experts_have_an_implementation_that_transformers_has_of_quantised_ones_as_well(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -119,10 +120,16 @@ def make_remote(folder: Path) -> None:
     save_file({name: torch.randn(shape) * 0.3 for name, shape in weights.items()}, folder / "model.safetensors", {"format": "pt"})
 
 
-def test_trusted_code_runs_to_greedy_parity_and_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    modules = str(tmp_path / "modules")
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", modules)  # else code would be copied to the user's
+@pytest.fixture(autouse=True)
+def _modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let code be copied to the test's folder, instead of the user's."""
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", modules := str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(modules)
+    for name in [each for each in sys.modules if each.startswith("transformers_modules")]:  # of another test
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_trusted_code_runs_to_greedy_parity_and_drafts(tmp_path: Path) -> None:
     (folder := tmp_path / "remote").mkdir()
     make_remote(folder)
     with pytest.raises(
@@ -145,4 +152,14 @@ def test_trusted_code_runs_to_greedy_parity_and_drafts(tmp_path: Path, monkeypat
     edit = load_file(folder / "model.safetensors")
     save_file({name: weight for name, weight in edit.items() if "bias" not in name}, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=r"the weights do not fit TinyForCausalLM: missing model.layers.0.qkv.bias"):
+        LLM(str(folder), trust_remote_code=True, **DEFAULTS)
+
+
+@pytest.mark.parametrize("mixed", ["torch.roll(x, 1, 1)", "torch.roll(x, -1, 1)", "x.mean(1, keepdim=True)"])
+def test_code_in_which_tokens_meet_outside_of_attention_is_refused(tmp_path: Path, mixed: str) -> None:
+    (folder := tmp_path / "remote").mkdir()
+    make_remote(folder)
+    code = (folder / "modeling_tiny.py").read_text()
+    (folder / "modeling_tiny.py").write_text(code.replace("x = x + self.places", f"x = x + 0.5 * {mixed} + self.places"))
+    with pytest.raises(ValueError, match="tokens meet outside of attention in TinyModel, which is not supported"):
         LLM(str(folder), trust_remote_code=True, **DEFAULTS)

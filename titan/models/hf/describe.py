@@ -41,6 +41,11 @@ class TransformersConfig(ModelConfig):
     modules: tuple[ProbedModule, ...]  # that attend through transformers' interface; none of a model with attention of its own
     trust_remote_code: bool
 
+    @property
+    def may_run_own_code(self) -> bool:
+        """Whether the modules may be code of the checkpoint."""
+        return self.trust_remote_code and hasattr(self.source, "auto_map")
+
 
 def describe(source: Any, eos_token_ids: tuple[int, ...] | None = None, *, trust_remote_code: bool = False) -> TransformersConfig:
     """Read a model's config by running one token through its modules, without weights.

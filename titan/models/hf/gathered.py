@@ -18,10 +18,9 @@ from titan.core.attention import AttentionSpec, LayerSpec, visible_slots
 from titan.core.batch import AttentionLayout, QueryRow, build_batch, physical_slots
 from titan.core.kv_tensor import KVTensor, kv_planes
 from titan.kernels.interfaces import LayerOps, Model, PassInputs
+from titan.models.hf.modules import difference
+from titan.models.hf.trial_pass import MAX_DIFFERENCE
 from titan.models.token_order import TokenOrder
-
-MAX_DIFFERENCE = 0.1
-"""Largest difference of logits by rounding, in norms; in float32 it is below 1e-4."""
 
 
 class GatheredAttention:
@@ -95,10 +94,11 @@ class PagedCache:
 
 
 def check_gathering(ours: Model, model: Any, order: TokenOrder | None) -> None:
-    """Check that a model goes by its mask, by running two requests together and alone.
+    """Check that a model goes by its mask and its positions, by running two requests together and alone.
 
     One of them is in the middle, so that its slots lie before the other's queries and after them: a model that masks by places
-    besides hides the wrong ones.
+    besides hides the wrong ones. It ends with the children of a token: a model that goes by the distance of slots, as ALiBi may, is
+    wrong about all but the first of them, whose places are not their positions.
 
     Args:
         ours: the model over paged KV.
@@ -108,24 +108,30 @@ def check_gathering(ours: Model, model: Any, order: TokenOrder | None) -> None:
     Raises:
         ValueError: the logits differ by more than rounding.
     """
-    tokens = [[1, 2, 3, 4, 5], [3, 1, 2]]
+    other, prompt, children = [3, 1, 2], [1, 2, 3, 4], [5, 2, 3, 1]
     kv = KVTensor(ours.kv_layout, 2, 8, ours.device)
-    rows = [[QueryRow([1], 0, tokens[0][:3])], [QueryRow([0], 0, tokens[1]), QueryRow([1], 3, tokens[0][3:])]]
+    batches = (
+        build_batch([QueryRow([1], 0, prompt[:3])], block_size=8),
+        build_batch([QueryRow([0], 0, other), QueryRow([1], 3, [*prompt[3:], *children])], block_size=8),
+    )
+    layout = batches[1].attention
+    layout.tree_starts[1] = layout.visible_lens[-4:] = layout.positions[-4:] = len(prompt)
+    layout.ancestor_bits[-4:] = 1, 2, 4, 8
     with torch.no_grad():
-        for batch in (build_batch(each, block_size=8) for each in rows):
+        for batch in batches:
             arrays = [batch.token_ids, batch.attention.positions, batch.slot_mapping]
             token_ids, positions, slots = (torch.from_numpy(each).to(ours.device) for each in arrays)
             inputs = PassInputs(token_ids, positions, slots, None, batch.attention)
             together = ours.logits(ours.hidden_states(inputs, kv))
-        sequences = [torch.tensor(each, device=ours.device) for each in tokens]
+        sequences = [torch.tensor(each, device=ours.device) for each in (other, *([*prompt, child] for child in children))]
         if order is not None:
             token_ids = order.token_ids.to(ours.device)
             sequences = [token_ids[each] for each in sequences]
-        first, second = (model(each[None], use_cache=False).logits[0] for each in sequences)
-    alone = torch.cat((second, first[3:]))
+        first, *paths = (model(each[None], use_cache=False).logits[0] for each in sequences)
+    alone = torch.cat((first, paths[0][3:4], *(each[4:] for each in paths)))
     if order is not None:
         alone = alone.index_select(1, token_ids[: order.num_outputs])
-    if not (together - alone).norm() <= MAX_DIFFERENCE * alone.norm():
+    if difference(together.float(), alone.float()) > MAX_DIFFERENCE:
         raise ValueError(f"{type(model).__name__} does not go by the mask it is given, without which trees cannot be run")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from titan.core.kv_tensor import KVTensor
 from titan.kernels.interfaces import Backend
 from titan.models.hf.bound_attention import IMPLEMENTATION
 from titan.models.hf.composite import composite_class, is_composite
@@ -20,9 +21,11 @@ from titan.models.hf.describe import TransformersConfig, empty_model, quiet
 from titan.models.hf.experts import GROUPED, set_experts
 from titan.models.hf.gathered import GatheredAttention, check_gathering
 from titan.models.hf.heap import give_back
-from titan.models.hf.model import TransformersModel
+from titan.models.hf.model import CHECKED_SLOTS, TransformersModel
 from titan.models.hf.paged import PagedAttention
 from titan.models.hf.quantised import cast_unquantised, mixes_rows, num_bytes, plain_tensors, quantisation
+from titan.models.hf.split import find_decoder
+from titan.models.hf.trial_pass import check_rows
 from titan.models.stored import (
     MISSHAPEN,
     MISSING,
@@ -79,6 +82,8 @@ def load_weights(
     loaded = TransformersModel(model, config, attending, dtype=dtype, backend=backend, order=order)
     if isinstance(attending, GatheredAttention):
         check_gathering(loaded, model, order)
+    elif config.may_run_own_code:  # transformers' own modules are held to it by tests
+        check_rows(find_decoder(model), attending.current, loaded.ops, KVTensor(loaded.kv_layout, 1, CHECKED_SLOTS, loaded.device))
     copy_mapped(model, tensors)
     _say_what_differs(name, config, found, *sizes)
     return loaded

@@ -20,14 +20,14 @@ class PagedAttention:
     """Attention that a model's modules are bound to; see `titan.models.hf.model.Attending`."""
 
     def __init__(self, model: Any, config: TransformersConfig, dtype: torch.dtype) -> None:
-        self._current = Current()
+        self.current = Current()
         # such modules (Llama 4) compute positions from the cache they are given, instead of those they are told
         self._counts_positions = bool(getattr(model.config.get_text_config(), "attn_temperature_tuning", False))
         owners = [i for i, each in enumerate(config.modules) if each.source is None]
         for i, each in enumerate(config.modules):
             module = model.get_submodule(each.name)
             bound = BoundAttention(
-                self._current,
+                self.current,
                 each.spec,
                 kv_index=owners.index(i if each.source is None else each.source),
                 writes=each.source is None,
@@ -39,12 +39,12 @@ class PagedAttention:
     @contextmanager
     def passing(self, inputs: PassInputs, kv: KVTensor, ops: LayerOps) -> Iterator[dict[str, Any]]:
         """See `titan.models.hf.model.Attending`."""
-        self._current.run = Pass(ops, kv, inputs.slot_mapping, ops.plan_attention(inputs.attention))
+        self.current.run = Pass(ops, kv, inputs.slot_mapping, ops.plan_attention(inputs.attention))
         cache = {"past_key_values": Positions(inputs.positions)} if self._counts_positions else {}
         try:
             yield {"use_cache": False, **cache}
         finally:
-            self._current.run = None
+            self.current.run = None
 
 
 class Positions:

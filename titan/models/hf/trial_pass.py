@@ -1,4 +1,4 @@
-"""Trial passes of a few tokens, in which modules are watched and compared: attention returns its queries."""
+"""Trial passes of a few tokens, in which modules are watched, compared and checked: attention returns its queries."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from titan.core.attention import AttentionSpec
 from titan.core.kv_tensor import KVTensor
 from titan.kernels.interfaces import LayerOps
 from titan.models.hf.bound_attention import Current, Pass
+from titan.models.hf.modules import difference
 
 NUM_TOKENS = 3
 """Number of tokens of a trial pass."""
+MAX_DIFFERENCE = 0.1
+"""Largest difference of hidden states or logits by rounding, in norms; in float32 it is below 1e-4."""
 
 
 class EchoedQueries:
@@ -40,3 +43,21 @@ def run_without_attention(current: Current, ops: LayerOps, kv: KVTensor) -> Iter
         yield
     finally:
         current.run = None
+
+
+def check_rows(decoder: Any, current: Current, ops: LayerOps, kv: KVTensor) -> None:
+    """Check that tokens meet in attention alone: a pass has those of several requests, and of branches of trees, side by side.
+
+    Two trial passes have two tokens in common, in another order and beside another one.
+
+    Raises:
+        ValueError: what these two become depends on that.
+    """
+    outputs = []
+    for tokens, positions in (([1, 2, 3], [0, 1, 2]), ([4, 3, 2], [0, 2, 1])):
+        token_ids, position_ids = torch.tensor([[tokens], [positions]], device=kv.groups[0].device)
+        with run_without_attention(current, ops, kv):
+            outputs.append(decoder(input_ids=token_ids, position_ids=position_ids, use_cache=False).last_hidden_state[0])
+    found, expected = outputs[1][1:].flip(0), outputs[0][1:]
+    if difference(found, expected) > MAX_DIFFERENCE:
+        raise ValueError(f"tokens meet outside of attention in {type(decoder).__name__}, which is not supported")
