@@ -11,6 +11,8 @@ from titan.core.options import ModelOptions
 from titan.kernels.interfaces import Backend
 from titan.models.config import ModelConfig
 from titan.models.files import ModelFiles
+from titan.models.hf.describe import TransformersConfig
+from titan.models.hf.quantised import quantisation
 from titan.models.loader import empty_modules, how_it_runs, open_model, read_config_file, resolve_dtype, resolve_model
 
 LAYERS = {
@@ -38,7 +40,7 @@ def model_facts(name: str, options: ModelOptions, backend: Backend) -> tuple[boo
         ValueError: there is no such model, or it is none.
     """
     files = ModelFiles(resolve_model(name, "target"), options.revision, options.download_dir)
-    content = read_config_file(files)
+    read_config_file(files)  # without which there is no model
     try:
         checkpoint = open_model(files, options.model_impl, trust_remote_code=options.trust_remote_code)
         config = checkpoint.config
@@ -58,7 +60,7 @@ def model_facts(name: str, options: ModelOptions, backend: Backend) -> tuple[boo
     }
     if impl != "native":
         facts["layers"] += f", because {checkpoint.why_not_native or f'model_impl={options.model_impl!r}'}"
-    if quantised := content.get("quantization_config"):
+    if isinstance(config, TransformersConfig) and (quantised := quantisation(config.source)) is not None:
         facts["weights"] += f" if dequantised: quantization_config has quant_method={quantised.get('quant_method')!r}"
     facts["KV, 1 token"] = _size(bytes_per_token := config.kv_layout(run_dtype).bytes_per_token)
     longest = config.max_position_embeddings

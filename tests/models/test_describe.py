@@ -71,6 +71,16 @@ def test_an_attention_that_a_config_names_and_that_is_not_installed_is_not_asked
     assert config.layers == describe(tiny_config(name)).layers
 
 
+def test_that_a_language_model_inside_is_quantised_is_told(tmp_path: Path) -> None:
+    tiny_config("gemma3").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    content = json.loads(path.read_text())
+    content["text_config"]["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    path.write_text(json.dumps(content))
+    _, facts = model_facts(str(tmp_path), ModelOptions(), cpu_backend())
+    assert facts["weights"].endswith("if dequantised: quantization_config has quant_method='fp8'")
+
+
 class RoundedLinear(nn.Module):
     """A linear layer that keeps integers."""
 
