@@ -162,11 +162,11 @@ BROKEN: dict[str, tuple[Damage, str]] = {
     "integers": (
         weights(model__norm__weight=torch.ones(48, dtype=torch.int8)),
         f"{UNUSABLE}weight 'model.norm.weight' has dtype I8, which is not supported: it must be one of F32, BF16, F16; "
-        "integers need a quantization_config, which says what they stand for",
+        "integers and float8 need a quantization_config, which says what they stand for",
     ),
     "float8": (
         weights(model__norm__weight=torch.ones(48).to(torch.float8_e4m3fn)),
-        "... has dtype F8_E4M3, ...: it must be one of F32, BF16, F16, unless model_impl='transformers', of target and draft",
+        "... has dtype F8_E4M3, which is not supported: it must be one of F32, BF16, F16; integers and float8 need a ...",
     ),
     "NaN": (weights(model__norm__weight=torch.full((48,), torch.nan)), f"{UNUSABLE}weight 'model.norm.weight' {NOT_FINITE}"),
     "infinity": (
@@ -206,7 +206,7 @@ SAME = ("another name", "many missing", "shape", "NaN", "no weights", "weights c
 TRANSFORMERS: dict[str, tuple[Damage, str]] = {name: BROKEN[name] for name in SAME} | {
     "integers": (
         weights(model__norm__weight=torch.ones(48, dtype=torch.int8)),
-        f"{UNUSABLE}weight 'model.norm.weight' has dtype int8: integers need a quantization_config, ...",
+        f"{UNUSABLE}weight 'model.norm.weight' has dtype int8: integers and float8 need a quantization_config, ...",
     ),
     "heads": (config(num_attention_heads=5), f"{CONFIG}...(48)...(5)..."),  # in the words of transformers
     "shared heads": (config(num_key_value_heads=3), f"{CONFIG}num_attention_heads=4 is not a multiple of num_key_value_heads=3"),

@@ -15,7 +15,7 @@ SINGLE_WEIGHT_FILE = "model.safetensors"
 CONFIG_FILES = (CONFIG, GENERATION_CONFIG, ADAPTER_CONFIG, WEIGHT_INDEX)
 """Small files, which say what else is read."""
 WHAT_IS_READ = "a model is a folder or hub id with config.json and weights in safetensors"
-INTEGERS_NEED = "integers need a quantization_config, which says what they stand for"
+CODES_NEED = "integers and float8 need a quantization_config, which says what they stand for"
 NOT_READ = ("*/*.json", "*/*.txt", "*/*.model", "*/*.tiktoken")
 """Files below a model's folder that are of other formats of it; the hub library's "*" stands for slashes as well."""
 

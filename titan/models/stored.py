@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from titan.core.checks import shown
 from titan.core.dtypes import dtype_name
 from titan.models.files import (
+    CODES_NEED,
     CONFIG,
     CONFIG_FILES,
-    INTEGERS_NEED,
     SINGLE_WEIGHT_FILE,
     WEIGHT_INDEX,
     ModelFiles,
@@ -163,7 +163,7 @@ class StoredTensor:
             ValueError: as `read`, or integers, which would count as they are.
         """
         if dtype.is_floating_point and not self.dtype.is_floating_point:
-            raise ValueError(f"weight {self.name!r} has dtype {dtype_name(self.dtype)}: {INTEGERS_NEED}")
+            raise ValueError(f"weight {self.name!r} has dtype {dtype_name(self.dtype)}: {CODES_NEED}")
         self.read(dtype)
         is_kept = self.run_dtype == dtype == torch.float32 and self.dtype in NARROW_DTYPES
         found = self._mapped().to(device, self.dtype if is_kept else dtype)
@@ -258,11 +258,11 @@ def check_dtypes(tensors: Mapping[str, StoredTensor], allowed: Collection[str], 
     """Refuse dtypes, as safetensors names them, other than those that are allowed.
 
     Raises:
-        ValueError: names the tensor; ends with the advice, if it has floats.
+        ValueError: names the tensor; ends with the advice, if it has floats, and not those of 8 bits.
     """
     for each in tensors.values():
         if each.kind not in allowed:
-            end = advice if each.kind.startswith("F") else f"; {INTEGERS_NEED}"
+            end = advice if each.kind == "F64" else f"; {CODES_NEED}"
             raise ValueError(
                 f"weight {each.name!r} has dtype {each.kind}, which is not supported: it must be one of {', '.join(allowed)}{end}"
             )
