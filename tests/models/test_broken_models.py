@@ -244,6 +244,10 @@ CONFIG_ALONE: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "encoder-decoder": ({"model_type": "t5"}, "model_type='t5' is an encoder-decoder, which is not supported"),
     "ALiBi": ({"model_type": "bloom"}, "model_type='bloom' has ALiBi, which is not supported: it must take position ids"),
+    "later tokens of a prompt": (
+        {"model_type": "paligemma"},
+        "model_type='paligemma' has attention that is not causal within a prompt, which is not supported",
+    ),
     "state space": (
         {"model_type": "mamba", "num_hidden_layers": 1, "hidden_size": 8, "vocab_size": 9},
         "...keeps another state than keys and values, which is not supported...",

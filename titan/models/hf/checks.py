@@ -37,6 +37,8 @@ def check_config(config: Any, *, runs_own_code: bool) -> None:
         )
     if getattr(text_config, "alibi", False) or config.model_type in ("bloom", "mpt"):
         raise ValueError(f"model_type={config.model_type!r} has ALiBi, which is not supported: it must take position ids")
+    if config.model_type == "paligemma":  # only the model around the decoder knows, which is not asked
+        raise ValueError("model_type='paligemma' has attention that is not causal within a prompt, which is not supported")
     for layer_type in getattr(text_config, "layer_types", None) or ():
         if layer_type not in LAYER_TYPES:
             raise ValueError(
