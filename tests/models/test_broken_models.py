@@ -106,7 +106,7 @@ BROKEN: dict[str, tuple[Damage, str]] = {
     "later tokens": (config(is_causal=False), f"{NATIVE}is_causal=False is not supported: it must be true"),
     "no KV heads": (config(num_key_value_heads=0), f"{CONFIG}num_key_value_heads=0 {SIZE}"),
     "text for a size": (config(hidden_size="48"), f"{CONFIG}hidden_size='48' {SIZE}"),
-    "null for a size": (config(num_hidden_layers=None), f"{CONFIG}num_hidden_layers=None {SIZE}"),
+    "null for a size": (config(num_hidden_layers=None), f"{CONFIG}...num_hidden_layers..."),  # in the words of transformers
     "part of a head": (config(head_dim=2.5), f"{CONFIG}head_dim=2.5 {SIZE}"),
     "heads": (config(num_key_value_heads=3), f"{CONFIG}num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
     "odd head": (config(head_dim=3), f"{CONFIG}head_dim=3 is odd: rotary embeddings need an even one"),
@@ -254,6 +254,11 @@ CONFIG_ALONE: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "linear attention": ({"model_type": "qwen3_next"}, "layer type 'linear_attention' keeps another state than keys and values..."),
     "windows of nothing": ({"model_type": "mixtral", "sliding_window": 0}, f"sliding_window=0 {SIZE}"),
+    "no heads, by which transformers divides": (
+        {"model_type": "gemma2", "num_attention_heads": 0},
+        f"num_attention_heads=0 {SIZE}",
+    ),
+    "no heads inside": ({"model_type": "gemma3", "text_config": {"num_attention_heads": 0}}, f"num_attention_heads=0 {SIZE}"),
     "no layers, by another name": ({"model_type": "gpt2", "n_layer": 0}, f"n_layer=0 {SIZE}"),
     "an activation, by another name": (
         {"model_type": "gpt2", "activation_function": "boo"},

@@ -89,6 +89,12 @@ def test_positions_beyond_all_bounds_are_refused(tmp_path: Path, model_impl: str
         open_model(ModelFiles(str(tmp_path)), model_impl)
 
 
+def test_a_window_that_is_not_used_may_be_of_nothing(tmp_path: Path) -> None:
+    """As transformers saves those of Qwen2-MoE."""
+    layers = read(tmp_path, "qwen2", use_sliding_window=False, sliding_window=0).layers
+    assert {layer.attention.window for layer in layers} == {None}
+
+
 def test_layers_of_an_unknown_type_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'chunked_attention' is not supported"):
         read(tmp_path, "qwen2", layer_types=["chunked_attention"] * 3)

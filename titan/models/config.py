@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -138,13 +139,14 @@ class DecoderConfig(ModelConfig):
 
 
 def check_entries(content: Mapping[str, Any]) -> None:
-    """Check what the config.json of any model says about how its weights are stored.
+    """Check what the config.json of any model says about its sizes, and about how its weights are stored.
 
     Raises:
         ValueError: names the entry, its value and what is allowed.
     """
     inner = content.get(TEXT_CONFIG)
     for each in (content, inner) if isinstance(inner, dict) else (content,):
+        check_sizes(each)
         for name in ("dtype", "torch_dtype"):
             if each.get(name) is not None:
                 check_choice(name, each[name], tuple(RUN_DTYPES))
@@ -152,15 +154,22 @@ def check_entries(content: Mapping[str, Any]) -> None:
             raise ValueError(f"quantization_config={shown(found)} is not allowed: it must be an object with quant_method, or null")
 
 
-def check_sizes(content: Mapping[str, Any]) -> None:
-    """Check the sizes in a config.json on which others are based; what is missing has transformers' defaults.
+def check_sizes(entries: Mapping[str, Any], own_names: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Check the sizes in a config on which others are based, but for lists of those of each layer, and what is missing or null.
+
+    Args:
+        entries: of the config.
+        own_names: of those that it calls otherwise.
 
     Raises:
         ValueError: names the entry, its value and what is allowed.
     """
     for name in (*SIZES, *OPTIONAL_SIZES):
-        if name in content and (content[name] is not None or name in SIZES):
-            check_integer(name, content[name], 1, MAX_SIZE)
+        if name == "sliding_window" and not entries.get("use_sliding_window", True):
+            continue  # it is not read, and 0 in some configs
+        own_name = own_names.get(name, name)
+        if isinstance(size := entries.get(own_name), int | float | str):
+            check_integer(own_name, size, 1, MAX_SIZE)
 
 
 def check_heads(num_heads: int, num_kv_heads: int) -> None:

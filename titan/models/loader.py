@@ -19,7 +19,7 @@ from titan.core.dtypes import RUN_DTYPES
 from titan.core.out_of_memory import is_out_of_memory
 from titan.core.sampling_params import SamplingParams
 from titan.kernels.interfaces import Backend, Model
-from titan.models.config import DecoderConfig, ModelConfig, as_token_ids, check_entries, check_sizes
+from titan.models.config import DecoderConfig, ModelConfig, as_token_ids, check_entries
 from titan.models.decoder import Decoder
 from titan.models.files import (
     CONFIG,
@@ -292,7 +292,6 @@ def load_model(
 
 def _read_decoder_config(content: dict[str, Any], folder: Path, eos_token_ids: tuple[int, ...] | None) -> DecoderConfig:
     architecture = check_supported(content)
-    check_sizes(content)
     from transformers import AutoConfig
 
     return DecoderConfig.read(AutoConfig.from_pretrained(folder, trust_remote_code=False), architecture, eos_token_ids)

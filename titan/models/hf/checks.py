@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from titan.core.checks import check_choice, check_integer, is_integer
-from titan.models.config import MAX_SIZE, OPTIONAL_SIZES, SIZES
+from titan.core.checks import check_choice
+from titan.models.config import check_sizes
 from titan.models.hf.composite import composite_class
 from titan.models.hf.probe import LAYER_TYPES
 from titan.models.rope import rope_entries
@@ -45,20 +45,10 @@ def check_config(config: Any, *, runs_own_code: bool) -> None:
                 f"layer type {layer_type!r} keeps another state than keys and values, which is not supported: it must be one of "
                 f"{', '.join(LAYER_TYPES)}"
             )
-    _check_sizes(text_config)
+    check_sizes(vars(text_config), text_config.attribute_map)
     if not runs_own_code:
         _check_activation(text_config)
         _check_ropes(text_config)
-
-
-def _check_sizes(config: Any) -> None:
-    """Check sizes, by the names of the model's own config; some models have others in each layer, or lists of them."""
-    for name in (*SIZES, *OPTIONAL_SIZES):
-        if name == "sliding_window" and not getattr(config, "use_sliding_window", True):
-            continue  # Qwen2-MoE's is 0 then
-        own_name = config.attribute_map.get(name, name)
-        if is_integer(size := vars(config).get(own_name)):  # as attributes, those of layers are not to be had
-            check_integer(own_name, size, 1, MAX_SIZE)
 
 
 def _check_activation(config: Any) -> None:
