@@ -60,10 +60,10 @@ LOCAL_ROPE, GLOBAL_ROPE = {"rope_type": "default", "rope_theta": 100.0}, {"rope_
 Rows = dict[str, tuple[str, dict[str, Any]]]
 
 NATIVE: Rows = {
-    "gemma": ("scaled embedding, norms of 1 + weight", {}),
+    "gemma": ("scaled embedding, norms of 1 + weight", {"hidden_size": 48}),
     "gemma3_text": (
         "windows and rope per layer",
-        {"num_hidden_layers": 3, "layer_types": GLOBAL_LAST, "query_pre_attn_scalar": 40}
+        {"hidden_size": 48, "num_hidden_layers": 3, "layer_types": GLOBAL_LAST, "query_pre_attn_scalar": 40}
         | {"rope_parameters": {WINDOWED: LOCAL_ROPE, FULL: GLOBAL_ROPE}},
     ),
     "granite": ("scales of embedding, residual, attention, logits", GRANITE),
@@ -202,6 +202,10 @@ TRANSFORMERS: Rows = {
     "hunyuan_v1_moe": ("experts, norms of queries and keys after rope", {}),
     "hy_v3": ("experts, norms of queries and keys", {}),
     "jetmoe": ("experts in attention as well", {"num_key_value_heads": 2}),
+    "kolibri1": (
+        "experts, windows per layer, rope only there, norms around sublayers",
+        {"num_experts": 4, "num_hidden_layers": 3, "layer_types": GLOBAL_LAST},
+    ),
     "laguna": ("experts, windows and gates per layer", {"num_hidden_layers": 3, "layer_types": GLOBAL_LAST}),
     "mellum": ("experts, windows per layer", {"num_hidden_layers": 3, "layer_types": GLOBAL_LAST}),
     "minimax_m2": ("experts, norms of whole queries and keys", {"rotary_dim": 8}),
@@ -343,7 +347,7 @@ NOT_TRIED = {
     ),
     "drafts of one other model": "gemma4_assistant gemma4_unified_assistant",
     "no tiny config yet": (
-        "bailing_hybrid blt cohere_compass_text cpmant dots3_note_text inkling2_text inkling_text kolibri1 qwen4_exp_text xlstm"
+        "bailing_hybrid blt cohere_compass_text cpmant dots3_note_text inkling2_text inkling_text qwen4_exp_text xlstm"
     ),
 }
 """The other model types of transformers' mapping for causal language models, by reason."""
