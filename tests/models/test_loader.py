@@ -232,7 +232,9 @@ def test_a_tokenizer_of_tekken_alone_is_not_read_without_its_beginning_of_sequen
 
 
 @pytest.mark.parametrize("token", ["[INST]", "[HELLO]"])
-def test_of_mistrals_large_vocabularies_alone_the_pattern_is_corrected(tmp_path: Path, token: str) -> None:
+def test_of_mistrals_large_vocabularies_alone_the_pattern_is_corrected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: str
+) -> None:
     """Theirs has single digits, and tokenizer.json another one, as other tokenizers have it whose models are of the same type."""
     make_model(tmp_path, "mistral")
     path = tmp_path / "config.json"
@@ -247,6 +249,12 @@ def test_of_mistrals_large_vocabularies_alone_the_pattern_is_corrected(tmp_path:
     assert loaded is not None
     expected = ["1", "2"] if token == "[INST]" else ["12"]
     assert loaded.convert_ids_to_tokens(loaded.encode("12", add_special_tokens=False)) == expected
+    monkeypatch.setattr("transformers.__version__", "5.3.0")
+    if token == "[INST]":
+        with pytest.raises(ValueError, match=r"cannot be read .*: its pattern may be wrong.* from 5\.5 on: 5\.3\.0 is installed"):
+            load_tokenizer(ModelFiles(str(tmp_path)))
+    else:
+        assert load_tokenizer(ModelFiles(str(tmp_path))) is not None
 
 
 @pytest.mark.parametrize("missing", ["sentencepiece", "protobuf"])

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from packaging import version
 from torch import nn
 
 from titan.core.checks import shown
@@ -58,6 +59,8 @@ TEKKEN = "tekken.json"
 """File of a tokenizer of mistral-common: where transformers reads it, no beginning of sequence is put before a prompt."""
 TEKKEN_TOKEN = "[INST]"
 """Token of such tokenizers: of those of 2024 and 2025, tokenizer.json has another pattern than the vocabulary was made with."""
+CORRECTS_TEKKEN = "5.5"
+"""First version of transformers that does."""
 TIKTOKEN = "tiktoken.model"
 """The one file of this ending that is not of sentencepiece."""
 TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")
@@ -178,6 +181,7 @@ def load_tokenizer(files: ModelFiles, *, trust_remote_code: bool = False) -> Pre
         return None
     try:
         with _TRANSFORMERS_LOCK:
+            import transformers
             from transformers import AutoTokenizer
 
             # where mistral-common is installed, its tokenizers would be taken, which lack some of the others' methods
@@ -185,6 +189,11 @@ def load_tokenizer(files: ModelFiles, *, trust_remote_code: bool = False) -> Pre
             with quiet():  # of the pattern that is corrected
                 tokenizer: PreTrainedTokenizerBase = read()
             if TEKKEN_TOKEN in tokenizer.get_added_vocab():
+                if version.parse(transformers.__version__) < version.parse(CORRECTS_TEKKEN):
+                    raise ImportError(
+                        f"its pattern may be wrong, which transformers corrects from {CORRECTS_TEKKEN} on: "
+                        f"{transformers.__version__} is installed"
+                    )
                 tokenizer = read(fix_mistral_regex=True)
     except Exception as error:  # transformers and tokenizers raise whatever the damage leads to
         for file in found:
