@@ -13,6 +13,7 @@ from zoo import VOCAB_SIZE
 from titan.core.kv_tensor import KVTensor
 from titan.core.limits import MAX_NODES
 from titan.core.options import EngineConfig
+from titan.core.outputs import RequestMetrics
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
 from titan.core.terms import RequestTerms
@@ -48,6 +49,20 @@ def make_engine(model: str, draft: DraftSpec = None, *, backend: Backend | None 
 
 def greedy(max_tokens: int | None, **options: Any) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, **options)
+
+
+def make_request(
+    prompt_token_ids: Iterable[int] = (1,),
+    params: SamplingParams | None = None,
+    output_token_ids: Iterable[int] = (),
+    **fields: Any,
+) -> Request:
+    """A request that no engine has made, with what it has emitted so far."""
+    defaults: dict[str, Any] = {"request_id": "r", "prompt": None, "seed": 0, "max_tokens": 1000, "stop_token_ids": frozenset()}
+    defaults |= {"metrics": RequestMetrics(0.0), "detokenizer": None}
+    request = Request(prompt_token_ids=list(prompt_token_ids), params=params or SamplingParams(), **defaults | fields)
+    request.token_ids += output_token_ids
+    return request
 
 
 def submit(

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from stepping import submit
+from stepping import make_request, submit
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,8 +24,6 @@ from zoo import Zoo
 
 from titan.bench.gpu.interpreted import InterpretedBackend, capture_in_name
 from titan.core.options import EngineConfig
-from titan.core.outputs import RequestMetrics
-from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
 from titan.core.sampling_rows import SamplingRows
 from titan.core.trees import DraftTrees
@@ -167,7 +165,7 @@ def test_logprobs_take_one_copy_there_and_one_back(device: Device, uploads: Uplo
 
     monkeypatch.setattr(Tensor, "tolist", zeros)
     params = [SamplingParams(logprobs=count) for count in (2, None, 0, 20)]
-    requests = [Request("r", None, [1], each, 0, 9, frozenset(), RequestMetrics(0.0), None) for each in params]
+    requests = [make_request(params=each) for each in params]
     logits = torch.empty(7, VOCAB_SIZE, dtype=torch.bfloat16, device=META)
     start_loc = np.array([0, 3, 4, 6, 7])
     paths, token_ids = [[0, 1], [], [0], []], [[5, 6, 7], [1], [2, 3], [4]]

@@ -19,8 +19,8 @@ import pytest
 import torch
 from auditor import Auditor
 from back_ends import make_back_end
+from custom_drafters import Remembering
 from stepping import AMPLE, SCARCE, check_blocks, drain, greedy, make_engine, run_all, submit
-from test_caching_drafter import Remembering
 from zoo import Zoo, random_prompts
 
 from titan import LLM

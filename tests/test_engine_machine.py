@@ -18,11 +18,11 @@ import pytest
 from auditor import Auditor
 from back_ends import make_back_end
 from bounds import AgeingWatch, FairnessWatch
+from custom_drafters import Refusing
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from stepping import AMPLE, DEFAULTS, check_blocks, drain, submit
-from test_engine_parity import Refusing
 from torch import Tensor
 from zoo import EOS_TOKEN_IDS, Zoo, random_prompts
 

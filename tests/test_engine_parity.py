@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from back_ends import make_back_end
+from custom_drafters import Refusing
 from stepping import AMPLE, SCARCE, greedy, make_engine, run_all, slots_of
 from zoo import FAMILIES, VOCAB_SIZE, Zoo, random_prompts
 
-from titan.core.kv_tensor import KVGroup, KVLayout, KVTensor
-from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
 from titan.draft.base import NoDrafter
 from titan.draft.ngram import NgramDrafter
@@ -151,19 +150,6 @@ def test_in_bfloat16_too_compiled_kernels_verify_what_they_would_have_decoded(zo
     plain = run_all(make_engine(zoo.path(family), **options), PROMPTS, params)
     engine = make_engine(zoo.path(family), zoo.path(f"{family}~"), **options)
     assert run_all(engine, PROMPTS, params) == plain and engine.metrics().mean_acceptance_length > 1.3
-
-
-class Refusing(NoDrafter):
-    """A drafter that its cache does not suit."""
-
-    name = "refusing"
-    kv: Any = KVLayout((KVGroup(1, 1, 4),), torch.float32)
-
-    def attach(self, kv: KVTensor) -> None:
-        raise ValueError("this draft wants another cache")
-
-    def lookahead(self, request: Request, budget: int) -> int:
-        return budget
 
 
 @pytest.mark.parametrize("options", [SCARCE, SCARCE | SWAP], ids=["recompute", "swap"])

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
 import torch
-from stepping import host_trees
+from stepping import host_trees, make_request
 
 from titan.core.kv_tensor import KVGroup, KVLayout, KVTensor
-from titan.core.outputs import RequestMetrics
 from titan.core.request import Request, make_siblings
-from titan.core.sampling_params import SamplingParams
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import EMPTY_TREE, DraftTree, chain_parents
 from titan.kernels.interfaces import CacheOps, PathMove
@@ -22,10 +19,6 @@ from titan.memory.kv_cache import KVCache
 
 CPU = torch.device("cpu")
 LAYOUT = KVLayout((KVGroup(1, 1, 1),), torch.float32)
-
-
-def make_request(token_ids: Sequence[int]) -> Request:
-    return Request("r", None, list(token_ids), SamplingParams(), 0, 1000, frozenset(), RequestMetrics(0.0), detokenizer=None)
 
 
 @pytest.fixture

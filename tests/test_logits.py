@@ -11,10 +11,9 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from slow_logits import by_last_token, slow_transform
-from stepping import host_trees
+from stepping import host_trees, make_request
 from torch import Tensor
 
-from titan.core.outputs import RequestMetrics
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
 from titan.core.trees import EMPTY_TREE, DraftTree
@@ -63,16 +62,14 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def make_request(options: dict[str, Any], prompt: Sequence[int], output: Sequence[int]) -> Request:
+def request_of(options: dict[str, Any], prompt: Sequence[int], output: Sequence[int]) -> Request:
     params = SamplingParams(**options)
     words = tuple(tuple(map(int, word)) for word in params.bad_words or ())
-    request = Request("r", None, list(prompt), params, 5, 1000, frozenset({STOP}), RequestMetrics(0.0), None, words)
-    request.token_ids += output
-    return request
+    return make_request(prompt, params, output, seed=5, stop_token_ids=frozenset({STOP}), bad_word_ids=words)
 
 
 tokens = st.integers(0, VOCAB_SIZE - 1)
-requests = st.builds(make_request, st.sampled_from(OPTIONS), st.lists(tokens, min_size=1, max_size=6), st.lists(tokens, max_size=6))
+requests = st.builds(request_of, st.sampled_from(OPTIONS), st.lists(tokens, min_size=1, max_size=6), st.lists(tokens, max_size=6))
 
 
 @st.composite
@@ -100,7 +97,7 @@ def transform(logits: Tensor, requests: Sequence[Request], trees: Sequence[Draft
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 1000),
 )
-@example(rows=[(make_request(each, [1, 2], [3, 1]), DraftTree.chain([2, 1])) for each in OPTIONS], dtype=torch.float32, seed=0)
+@example(rows=[(request_of(each, [1, 2], [3, 1]), DraftTree.chain([2, 1])) for each in OPTIONS], dtype=torch.float32, seed=0)
 def test_each_row_gets_its_requests_transforms_with_its_own_drafted_prefix(
     rows: list[tuple[Request, DraftTree | None]], dtype: torch.dtype, seed: int
 ) -> None:
@@ -149,7 +146,7 @@ BAD_PROCESSORS: dict[str, tuple[Any, str]] = {
 def test_a_bad_processor_costs_its_own_rows_only(name: str) -> None:
     processor, message = BAD_PROCESSORS[name]
     good, bad = {"repetition_penalty": 1.1}, {"logits_processors": [by_length, processor]}
-    requests = [make_request(options, [1, 2], [3]) for options in (good, bad, good)]
+    requests = [request_of(options, [1, 2], [3]) for options in (good, bad, good)]
     logits = torch.randn(6, VOCAB_SIZE, generator=torch.Generator().manual_seed(3))
     result = transform(logits, requests, [DraftTree.chain([1])] * 3, [0, 2, 4, 6])
     assert not result.logits[2:4].amax(-1).isfinite().any(), "nothing is sampled from such rows"
@@ -172,7 +169,7 @@ def test_a_bad_processor_costs_its_own_rows_only(name: str) -> None:
 )
 def test_rows_on_which_options_leave_nothing_say_so(options: dict[str, Any], stops: Sequence[int], empty: list[int]) -> None:
     """Not that the logits are not finite, which they are; the second row has a token more before it, and goes on."""
-    request = make_request(options, [1], [2])
+    request = request_of(options, [1], [2])
     request.stop_token_ids = frozenset(stops)
     result = transform(torch.zeros(2, VOCAB_SIZE), [request], [DraftTree.chain([3])], [0, 2])
     assert (~result.logits.isfinite().any(-1)).nonzero().flatten().tolist() == empty and not result.errors
@@ -187,7 +184,7 @@ def test_a_row_on_which_a_processor_and_min_tokens_leave_nothing() -> None:
     def only_the_end(token_ids: list[int], logits: Tensor) -> Tensor:
         return torch.where(torch.arange(len(logits)) == STOP, logits, -torch.inf)
 
-    request = make_request({"logits_processors": [only_the_end], "min_tokens": 2}, [1], [2])
+    request = request_of({"logits_processors": [only_the_end], "min_tokens": 2}, [1], [2])
     result = transform(torch.zeros(2, VOCAB_SIZE), [request], [DraftTree.chain([3])], [0, 2])
     assert result.logits.isfinite().nonzero().tolist() == [[1, STOP]]
     assert result.errors == {} and "min_tokens=2 with 1 stop tokens" in explain_row(request, torch.zeros(3), result.logits[0])

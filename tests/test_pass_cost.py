@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from stepping import make_request
 
 from titan.adaptive.costs import FIRST_DRAFT, Costs
 from titan.adaptive.host_time import COLD_STEPS, FIRST_MORE, FIRST_STEPS, HostTime
@@ -10,9 +11,6 @@ from titan.adaptive.pace import Pace
 from titan.adaptive.pass_cost import FOLLOWED, PassCost
 from titan.adaptive.value import Yield
 from titan.core.draft_history import AcceptanceCounts
-from titan.core.outputs import RequestMetrics
-from titan.core.request import Request
-from titan.core.sampling_params import SamplingParams
 from titan.core.step import StepPlan
 
 SIZES, SECONDS = (1, 2, 4, 8, 16), (1.0, 1.1, 1.4, 2.0, 3.2)
@@ -204,7 +202,7 @@ def test_the_prompt_tokens_of_a_step_are_those_that_its_time_allows(num_decodes:
 
 def test_drafts_that_are_over_take_nothing_from_prompts() -> None:
     never, once = (Pace(PassCost((1, 101), (0.99, 1.99), 1e-3), 1.5) for _ in range(2))
-    requests = [Request("r", None, [5], SamplingParams(), 0, 9, frozenset(), RequestMetrics(0.0), None) for _ in range(4)]
+    requests = [make_request() for _ in range(4)]
     plan = StepPlan(requests, [1] * 4, [2] * 4, [2] * 4)
     for _ in range(20):
         once.note(plan, 4, 8, 1.3, 1.1)
@@ -218,7 +216,7 @@ def test_drafts_that_are_over_take_nothing_from_prompts() -> None:
 def test_drafts_and_the_rest_of_a_step_leave_less_for_prompts() -> None:
     """Its context is what the plan had before it was committed."""
     pace = Pace(PassCost((1, 101), (0.99, 1.99), 1e-3), 1.5)
-    requests = [Request("r", None, [5], SamplingParams(), 0, 9, frozenset(), RequestMetrics(0.0), None) for _ in range(4)]
+    requests = [make_request() for _ in range(4)]
     before = pace.prefill_limit(4, 0, 500)
     for _ in range(200):
         plan = StepPlan(requests, [1] * 4, [2] * 4, [2] * 4)

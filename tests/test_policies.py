@@ -11,7 +11,7 @@ import pytest
 from bounds import AgeingWatch, FairnessWatch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stepping import host_trees, make_engine
+from stepping import host_trees, make_engine, make_request
 from zoo import Zoo
 
 from titan.core.metrics import EngineCounters, UserMetrics
@@ -46,12 +46,14 @@ class Server:
         self.starts: list[Request] = []  # in order, those after a preemption too
 
     def add(self, terms: Mapping[str, Any], prompt_len: int = 1, max_tokens: int = 1, token_id: int = 5) -> Request:
-        params = SamplingParams(max_tokens=max_tokens)
-        request = Request(
-            str(len(self.requests)), None, [token_id] * prompt_len, params, 0, max_tokens, frozenset(), RequestMetrics(self.now),
-            None,
+        request = make_request(
+            [token_id] * prompt_len,
+            SamplingParams(max_tokens=max_tokens),
+            request_id=str(len(self.requests)),
+            max_tokens=max_tokens,
+            metrics=RequestMetrics(self.now),
             terms=RequestTerms(**terms),
-        )  # fmt: skip
+        )
         self.scheduler.add(request)
         self.requests.append(request)
         return request

@@ -7,8 +7,7 @@ from unittest.mock import Mock
 
 import psutil
 import pytest
-from stepping import SCARCE, check_blocks, drain, greedy, make_engine, submit
-from test_kv_cache import make_request
+from stepping import SCARCE, check_blocks, drain, greedy, make_engine, make_request, submit
 from torch import Tensor
 from zoo import Zoo, random_prompts
 

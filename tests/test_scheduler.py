@@ -20,7 +20,7 @@ import torch
 from back_ends import cpu_backend
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from stepping import host_trees, slots_in_order
+from stepping import host_trees, make_request, slots_in_order
 from torch import Tensor
 
 from titan.core.kv_tensor import KVGroup, KVLayout, KVTensor, Role
@@ -103,13 +103,18 @@ class World:
         room = min(MAX_MODEL_LEN, self.kv.num_blocks * BLOCK_SIZE) - len(prompt)
         params = SamplingParams(max_tokens=max_tokens, **options)
         family = tuple(
-            Request(
-                str(len(self.requests) + index), None, prompt, params, 0, min(max_tokens, room),
-                frozenset() if params.ignore_eos else frozenset({EOS}), RequestMetrics(self.now), None, index,
+            make_request(
+                prompt,
+                params,
+                request_id=str(len(self.requests) + index),
+                max_tokens=min(max_tokens, room),
+                stop_token_ids=frozenset(() if params.ignore_eos else {EOS}),
+                metrics=RequestMetrics(self.now),
+                index=index,
                 terms=RequestTerms(**terms or {}),
             )
             for index in range(params.n)
-        )  # fmt: skip
+        )
         if params.n > 1:
             make_siblings(*family)
         for request in family:
@@ -586,9 +591,7 @@ def test_a_request_whose_time_is_over_needs_no_room_to_wait_and_ends_in_the_next
         world.step(0, Random(0))
     with pytest.raises(ValueError, match="max_waiting_requests=1"):
         world.add([3], 4, {"timeout_s": 5})
-    late = Request(
-        "late", None, [3], SamplingParams(), 0, 4, frozenset(), RequestMetrics(-5.0), None, terms=RequestTerms(timeout_s=5)
-    )
+    late = make_request(max_tokens=4, metrics=RequestMetrics(-5.0), terms=RequestTerms(timeout_s=5))
     world.scheduler.add(late)
     assert world.scheduler.expire() == [late] and late.finish_reason == "abort" and len(world.scheduler.waiting) == 1
 

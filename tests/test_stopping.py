@@ -12,13 +12,12 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from stepping import check_blocks, greedy, make_engine, submit
+from stepping import check_blocks, greedy, make_engine, make_request, submit
 from text_tools import make_byte_tokenizer
 from transformers import AutoTokenizer
 from zoo import EOS_TOKEN_IDS, Zoo, random_prompts
 
 from titan import LLM, RequestOutput, SamplingParams
-from titan.core.outputs import RequestMetrics
 from titan.core.request import FinishReason, Request
 from titan.detokenizer import REPLACEMENT, IncrementalDetokenizer
 from titan.schedule.stopping import append_tokens
@@ -29,10 +28,10 @@ EOS = 2
 Make = Callable[..., LLM]
 
 
-def make_request(params: SamplingParams, *, max_tokens: int, tokenizer: Any = None) -> Request:
+def request_of(params: SamplingParams, *, max_tokens: int, tokenizer: Any = None) -> Request:
     detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer, [5], skip_special_tokens=True)
     stop_token_ids = frozenset((*(() if params.ignore_eos else (EOS,)), *(params.stop_token_ids or ())))
-    return Request("r", None, [5], params, 0, max_tokens, stop_token_ids, RequestMetrics(0.0), detokenizer)
+    return make_request([5], params, max_tokens=max_tokens, stop_token_ids=stop_token_ids, detokenizer=detokenizer)
 
 
 TOKENS = st.integers(1, 4)
@@ -43,7 +42,7 @@ def test_tokens_are_appended_up_to_the_end(
     token_ids: list[int], stops: list[int], ignore_eos: bool, min_tokens: int, max_tokens: int
 ) -> None:
     options = {"stop_token_ids": stops, "ignore_eos": ignore_eos, "min_tokens": min_tokens}
-    request = make_request(SamplingParams(max_tokens=max_tokens, **options), max_tokens=max_tokens)
+    request = request_of(SamplingParams(max_tokens=max_tokens, **options), max_tokens=max_tokens)
     expected: Any = (token_ids[:max_tokens], "length" if len(token_ids) >= max_tokens else None, None)
     for count, token_id in enumerate(token_ids[:max_tokens], start=1):
         if count > min_tokens and (token_id in stops or (token_id == EOS and not ignore_eos)):
@@ -67,7 +66,7 @@ def test_a_stop_string_cuts_the_text_when_its_last_token_comes(text: str, stops:
     """Of those that one token completes, the one that ends first; what min_tokens tokens complete stays in the text."""
     tokenizer = make_byte_tokenizer()
     params = SamplingParams(stop=stops, include_stop_str_in_output=include, min_tokens=min_tokens, max_tokens=200)
-    request = make_request(params, max_tokens=200, tokenizer=tokenizer)
+    request = request_of(params, max_tokens=200, tokenizer=tokenizer)
     token_ids = tokenizer.encode(text)
     num_emitted = append_tokens(request, token_ids)
     expected: tuple[str, str | None, int] = (text, None, len(token_ids))
@@ -109,7 +108,7 @@ def test_a_stop_string_is_found_in_what_was_held_back_to_the_end(
     """By a length of two tokens, or an end of sequence after them."""
     token_ids = [1, 3] if last == 3 else [1, 3, EOS]
     params = SamplingParams(stop=stop, min_tokens=min_tokens, max_tokens=4)
-    request = make_request(params, max_tokens=2 if last == 3 else 4, tokenizer=HalfCharacters())
+    request = request_of(params, max_tokens=2 if last == 3 else 4, tokenizer=HalfCharacters())
     assert append_tokens(request, token_ids) == len(token_ids) and request.detokenizer is not None
     request.detokenizer.finish()
     assert (request.detokenizer.text, request.finish_reason) == (text, FinishReason(reason))

@@ -8,11 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from proposals import BUSHY
-from stepping import host_trees
+from stepping import host_trees, make_request
 
 from titan.core.draft_history import Average, DraftHistory
 from titan.core.growth import BeamSpec, GrowthSpec, ShapeSpec
-from titan.core.outputs import RequestMetrics
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import Acceptance, StepPlan
@@ -21,9 +20,8 @@ from titan.draft.histories import note_verification
 from titan.draft.policy import CHAIN_CHILDREN, MAX_CHAIN_NODES, DraftPolicy
 
 
-def make_request(temperature: float = 0.0, seed: int | None = None) -> Request:
-    params = SamplingParams(temperature=temperature, seed=seed)
-    return Request("r", None, [1, 2], params, 7, 100, frozenset(), RequestMetrics(0.0), None)
+def request_of(temperature: float = 0.0, seed: int | None = None) -> Request:
+    return make_request([1, 2], SamplingParams(temperature=temperature, seed=seed))
 
 
 def kind_of(spec: GrowthSpec) -> str:
@@ -43,7 +41,7 @@ def test_a_tree_fits_its_budget_and_the_slots_that_it_asks_for(
         policy = DraftPolicy(draft_tree, draft_sampling, max_draft_tokens)
         largest = {kind_of(spec): spec.num_slots for spec in policy.largest_specs()}
         for history in (DraftHistory(), DraftHistory(rank_acceptance=[Average(0.2)] * 4), DraftHistory(temperature=2.0)):
-            request = make_request(temperature)
+            request = request_of(temperature)
             request.draft_history = history
             assert policy.lookahead(request, 0) == 0
             for budget in range(1, max_draft_tokens + 1):
@@ -75,7 +73,7 @@ def test_a_tree_fits_its_budget_and_the_slots_that_it_asks_for(
     ],
 )
 def test_what_grows(draft_tree: str | Sequence[int], draft_sampling: str, temperature: float, budget: int, kind: str) -> None:
-    policy, request = DraftPolicy(draft_tree, draft_sampling, 16), make_request(temperature)
+    policy, request = DraftPolicy(draft_tree, draft_sampling, 16), request_of(temperature)
     spec = policy.spec(request, budget, policy.lookahead(request, budget))
     assert kind_of(spec) == kind
     if isinstance(spec, ShapeSpec) and spec.params is not None:
@@ -89,13 +87,13 @@ def test_what_grows(draft_tree: str | Sequence[int], draft_sampling: str, temper
 def test_a_chain_where_one_is_better_if_neither_tokens_nor_what_was_asked_for_change(
     draft_tree: str | Sequence[int], temperature: float, kind: str, num_nodes: int
 ) -> None:
-    policy, request = DraftPolicy(draft_tree, "auto", 16), make_request(temperature)
+    policy, request = DraftPolicy(draft_tree, "auto", 16), request_of(temperature)
     spec = policy.spec(request, 12, policy.lookahead(request, 12), prefers_chain=True)
     assert (kind_of(spec), spec.num_nodes) == (kind, num_nodes)
 
 
 def test_a_beam_without_its_slots_is_a_chain_with_siblings() -> None:
-    policy, request = DraftPolicy("dynamic", "greedy", 16), make_request()
+    policy, request = DraftPolicy("dynamic", "greedy", 16), request_of()
     lookahead = policy.lookahead(request, 9)
     assert lookahead > 9 and kind_of(policy.spec(request, 9, lookahead)) == "beam"
     narrow = policy.spec(request, 9, lookahead - 1)
@@ -103,7 +101,7 @@ def test_a_beam_without_its_slots_is_a_chain_with_siblings() -> None:
 
 
 def test_the_calibrated_temperature_is_that_of_the_beam() -> None:
-    policy, request = DraftPolicy("dynamic", "greedy", 16), make_request(0.8)
+    policy, request = DraftPolicy("dynamic", "greedy", 16), request_of(0.8)
     first = policy.spec(request, 9, 63)
     request.draft_history.temperature = 0.3
     second = policy.spec(request, 9, 63)
@@ -113,14 +111,14 @@ def test_the_calibrated_temperature_is_that_of_the_beam() -> None:
 
 @pytest.mark.parametrize(("temperature", "seed", "is_sampled"), [(1.0, None, True), (1.0, 7, False), (0.0, None, False)])
 def test_auto_samples_unless_the_request_has_a_seed_of_its_own(temperature: float, seed: int | None, is_sampled: bool) -> None:
-    policy, request = DraftPolicy("chain", "auto", 16), make_request(temperature, seed)
+    policy, request = DraftPolicy("chain", "auto", 16), request_of(temperature, seed)
     assert kind_of(policy.spec(request, 6, 6)) == ("sampled" if is_sampled else "chain")
     assert kind_of(DraftPolicy("chain", "sampled", 16).spec(request, 6, 6)) == ("sampled" if temperature else "chain")
 
 
 @pytest.mark.parametrize("is_sampled", [True, False])
 def test_only_sampled_trees_tell_how_often_siblings_of_a_rank_are_accepted(is_sampled: bool) -> None:
-    request, siblings = make_request(0.8), DraftTree(np.array([7, 3]), np.array([-1, -1], np.int32))
+    request, siblings = request_of(0.8), DraftTree(np.array([7, 3]), np.array([-1, -1], np.int32))
     trees = replace(host_trees([siblings]), is_sampled=np.array([is_sampled]))
     note_verification(StepPlan([request], [1], [2], [2]), Acceptance(trees, [[1]], [[3, 5]], [None]))
     learnt, before = (each.rank_acceptance for each in (request.draft_history, DraftHistory()))
@@ -130,7 +128,7 @@ def test_only_sampled_trees_tell_how_often_siblings_of_a_rank_are_accepted(is_sa
 
 @pytest.mark.parametrize(("draft_tree", "is_caterpillar"), [("auto", True), ("dynamic", False)])
 def test_siblings_have_children_in_sampled_trees_unless_one_node_is_fed_per_depth(draft_tree: str, is_caterpillar: bool) -> None:
-    request = make_request(0.8)
+    request = request_of(0.8)
     request.draft_history = DraftHistory(rank_acceptance=[Average(0.4), Average(0.3), Average(0.2)])
     spec = DraftPolicy(draft_tree, "sampled", 16).spec(request, 8, 8)
     assert (max(map(len, spec.plan.feeds)) == 1) == is_caterpillar

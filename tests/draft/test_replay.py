@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from stepping import AMPLE, greedy, make_engine, run_all
+from stepping import AMPLE, greedy, make_engine, make_request, run_all
 from zoo import VOCAB_SIZE, Zoo, random_prompts
 
-from titan.core.outputs import RequestMetrics
 from titan.core.request import Request
-from titan.core.sampling_params import SamplingParams
 from titan.core.step import StepPlan
 from titan.draft.replay import ReplayDrafter
 
@@ -17,9 +15,7 @@ RECORDING = list(range(10, 40))
 
 
 def request_of(seed: int, num_output: int) -> Request:
-    request = Request("r", None, [1, 2], SamplingParams(), seed, 100, frozenset(), RequestMetrics(0.0), None)
-    request.token_ids += RECORDING[:num_output]
-    return request
+    return make_request([1, 2], None, RECORDING[:num_output], seed=seed)
 
 
 def test_proposals_continue_the_recording_of_a_prompt_from_where_the_output_is() -> None:

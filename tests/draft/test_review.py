@@ -13,13 +13,12 @@ from auditor import Auditor
 from back_ends import make_back_end
 from machines import Machine
 from scipy.special import logsumexp
-from stepping import AMPLE, greedy, host_trees, make_engine, run_all, submit
+from stepping import AMPLE, greedy, host_trees, make_engine, make_request, run_all, submit
 from zoo import VOCAB_SIZE, Zoo, random_prompts
 
 from titan.adaptive.value import own_acceptance
 from titan.bench.hopeless_drafts import HalfHopelessDrafter
 from titan.core.draft_history import AcceptanceCounts
-from titan.core.outputs import RequestMetrics
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import Acceptance, StepPlan
@@ -175,7 +174,7 @@ def test_reviews_find_the_temperature_and_how_often_drafts_are_accepted(start: f
         logits -= logits.max(1, keepdims=True)
         probabilities = np.exp(-logsumexp(logits / 0.5, axis=1))
         labels = (rng.random(48) < probabilities).tolist()
-        request = Request("r", None, [1], greedy(9), 0, 9, frozenset(), RequestMetrics(0.0), None)
+        request = make_request(params=greedy(9))
         request.draft_history.start_at(start)
         for first in (0, 16, 32):
             logprobs = -logsumexp(logits[first : first + 16] / score_temperature(request), axis=1)

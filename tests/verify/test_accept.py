@@ -16,10 +16,9 @@ from acceptance_reference import reference_match
 from back_ends import make_back_end
 from proposals import paths_of
 from slow_logits import by_last_token, slow_probs, slow_transform
-from stepping import host_trees
+from stepping import host_trees, make_request
 from torch import Tensor
 
-from titan.core.outputs import RequestMetrics
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import Acceptance, StepPlan
@@ -55,10 +54,8 @@ class Row(NamedTuple):
     request: Request
 
 
-def make_request(params: SamplingParams, seed: int = 0, num_output: int = 0) -> Request:
-    request = Request("r", None, [0, 0, 0], params, seed, 1000, frozenset({EOS}), RequestMetrics(0.0), detokenizer=None)
-    request.token_ids += [1] * num_output
-    return request
+def request_of(params: SamplingParams, seed: int = 0, num_output: int = 0) -> Request:
+    return make_request([0, 0, 0], params, [1] * num_output, seed=seed, stop_token_ids=frozenset({EOS}))
 
 
 def random_row(rng: np.random.Generator, params: SamplingParams, sizes: Sequence[int]) -> Row:
@@ -66,7 +63,7 @@ def random_row(rng: np.random.Generator, params: SamplingParams, sizes: Sequence
     num_nodes = int(rng.choice(sizes))
     parents = [int(rng.integers(-1, node)) if rng.random() < 0.5 else node - 1 for node in range(num_nodes)]
     tree = DraftTree(rng.integers(0, VOCAB_SIZE, num_nodes), np.array(parents, np.int32))
-    request = make_request(params, int(rng.integers(2**63)), num_output=int(rng.integers(6)))
+    request = request_of(params, int(rng.integers(2**63)), num_output=int(rng.integers(6)))
     return Row(tree, bool(rng.random() < 0.8), request)
 
 
@@ -123,7 +120,7 @@ def test_logits_that_are_not_finite_end_their_request_if_they_are_needed(bad_row
     logits[:, 2] = 1.0
     logits[{"root": 0, "accepted": 1, "rejected": 6}[bad_row]] = torch.nan
     step_trees = [DraftTree.chain([2, 2]), EMPTY_TREE, DraftTree.chain([2, 3])]
-    acceptance = run_accept([make_request(params)] * 3, step_trees, [3, 1, 3], logits)
+    acceptance = run_accept([request_of(params)] * 3, step_trees, [3, 1, 3], logits)
     is_broken = bad_row != "rejected"
     assert acceptance.errors == ["the target's logits are not finite" if is_broken else None, None, None]
     assert acceptance.token_ids == [{"root": [], "accepted": [2]}.get(bad_row, [2, 2, 2]), [2], [2, 2]]
@@ -140,7 +137,7 @@ def test_a_processor_that_fails_behind_the_root_ends_its_request_there(temperatu
     logits = torch.zeros(6, VOCAB_SIZE)
     logits[:, 2] = 40.0
     params = SamplingParams(temperature=temperature)
-    requests = [make_request(replace(params, logits_processors=[fail])), make_request(params)]
+    requests = [request_of(replace(params, logits_processors=[fail])), request_of(params)]
     acceptance = run_accept(requests, [DraftTree.chain([2, 2])] * 2, [3, 3], logits)
     assert acceptance.errors == ["logits_processors: KeyError: 'no such rule'", None]
     assert acceptance.token_ids == [[2], [2, 2, 2]]
@@ -151,5 +148,5 @@ def test_greedy_rows_without_options_are_not_copied(monkeypatch: pytest.MonkeyPa
         raise AssertionError("nothing is to be transformed")
 
     monkeypatch.setattr("titan.verify.accept.transform_rows", unwanted)
-    request = make_request(SamplingParams(temperature=0.0))
+    request = request_of(SamplingParams(temperature=0.0))
     assert run_accept([request], [DraftTree.chain([3])], [2], torch.randn(2, VOCAB_SIZE)).errors == [None]

@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 import torch
 from back_ends import make_back_end
-from stepping import greedy, make_engine, submit
+from stepping import greedy, make_engine, make_request, submit
 from text_tools import make_word_tokenizer
 from tiny_models import make_model, reference_logits
 from torch import Tensor
 from zoo import Zoo, random_prompts
 
 from titan import LLM, CompletionOutput, Logprob, SamplingParams
-from titan.core.outputs import RequestMetrics
 from titan.core.request import Request
 from titan.core.terms import as_terms
 from titan.frontend import FrontEnd
@@ -151,13 +150,13 @@ def test_logprobs_are_trimmed_with_the_tokens_at_a_stop_inside_an_accepted_run(z
         assert request.logprobs is not None and [next(iter(entry)) for entry in request.logprobs] == output[:length]
 
 
-def make_request(**options: Any) -> Request:
-    return Request("r", None, [1], SamplingParams(**options), 0, 9, frozenset(), RequestMetrics(0.0), None)
+def asking_for(logprobs: int | None) -> Request:
+    return make_request(params=SamplingParams(logprobs=logprobs))
 
 
 def test_paths_through_branching_trees_and_more_logprobs_than_tokens_in_the_vocabulary() -> None:
     """By hand: rows 0 to 3 are of a request with a branching tree, row 4 of one that asks for nothing, row 5 of a decode."""
-    requests = [make_request(logprobs=2), make_request(), make_request(logprobs=20)]
+    requests = [asking_for(2), asking_for(None), asking_for(20)]
     probs = np.random.default_rng(0).dirichlet(np.ones(4), size=6)
     logits = torch.tensor(np.log(probs) + 3.0)
     result = emitted_logprobs(requests, np.array([0, 4, 5, 6]), [[0, 2], [], []], [[3, 1, 0], [2], [2]], logits, upload)
@@ -175,7 +174,7 @@ def test_paths_through_branching_trees_and_more_logprobs_than_tokens_in_the_voca
 def test_tokens_that_tie_have_the_rank_of_the_first() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 0.5, 2.0]]).repeat(5, 1)
     paths, tokens = [[0, 1, 2, 3]], [[0, 1, 2, 3, 4]]
-    [entries] = emitted_logprobs([make_request(logprobs=0)], np.array([0, 5]), paths, tokens, logits, upload).values()
+    [entries] = emitted_logprobs([asking_for(0)], np.array([0, 5]), paths, tokens, logits, upload).values()
     assert [entry[token_id].rank for token_id, entry in enumerate(entries)] == [4, 1, 1, 5, 1]
 
 
@@ -188,7 +187,7 @@ def test_a_row_that_asks_for_the_whole_vocabulary_costs_the_others_nothing(monke
         return topk(values, count, **options)
 
     monkeypatch.setattr(Tensor, "topk", counted)
-    requests = [make_request(logprobs=count) for count in (2, 1, -1, 0, 3, 2, -1, -1, -1)]
+    requests = [asking_for(count) for count in (2, 1, -1, 0, 3, 2, -1, -1, -1)]
     logits = torch.randn(len(requests), 50, generator=torch.Generator().manual_seed(0))
 
     def entries_of(index: list[int]) -> list[dict[int, Logprob]]:
