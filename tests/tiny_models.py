@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
@@ -43,6 +44,13 @@ def make_model(
     model.eval()
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model
+
+
+def edit_weights(folder: Path, **changes: Tensor | None) -> None:
+    """Replace or add weights of a saved model in one file, or take them away; "__" stands for a dot."""
+    path = folder / "model.safetensors"
+    weights = load_file(path) | {name.replace("__", "."): weight for name, weight in changes.items()}
+    save_file({name: weight for name, weight in weights.items() if weight is not None}, path, metadata={"format": "pt"})
 
 
 @torch.no_grad()

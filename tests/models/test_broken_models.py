@@ -7,6 +7,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -16,9 +17,8 @@ import pytest
 import torch
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import filter_repo_objects
-from safetensors.torch import load_file, save_file
 from text_tools import make_tokenizer
-from tiny_models import make_model
+from tiny_models import edit_weights, make_model
 from torch import Tensor
 from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -64,14 +64,7 @@ def config(**changes: Any) -> Damage:
 
 
 def weights(**changes: Tensor | None) -> Damage:
-    """Replace or add weights, or take them away; "__" stands for a dot."""
-
-    def damage(folder: Path) -> None:
-        path = folder / "model.safetensors"
-        changed = load_file(path) | {name.replace("__", "."): weight for name, weight in changes.items()}
-        save_file({name: weight for name, weight in changed.items() if weight is not None}, path, metadata={"format": "pt"})
-
-    return damage
+    return partial(edit_weights, **changes)
 
 
 def only(file: str, content: str) -> Damage:

@@ -20,7 +20,7 @@ from interpreted import triton_backend
 from safetensors.torch import load_file, save_file
 from stepping import greedy, make_engine, run_all
 from text_tools import make_tokenizer
-from tiny_models import make_model
+from tiny_models import edit_weights, make_model
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -44,11 +44,14 @@ def assert_same_weights(a: Decoder, b: Decoder) -> None:
     assert all(torch.equal(ours[name], others[name]) for name in ours)
 
 
-def edit_weights(folder: Path, **changes: Tensor | None) -> None:
-    """Replace or add weights, or take them away; "__" stands for a dot."""
-    path = folder / "model.safetensors"
-    weights = load_file(path) | {name.replace("__", "."): weight for name, weight in changes.items()}
-    save_file({name: weight for name, weight in weights.items() if weight is not None}, path, metadata={"format": "pt"})
+def assert_writes_as(model: Any, folder: Path | str, **options: Any) -> Tensor:
+    """An engine of a folder writes greedily what a model of transformers does: all tokens, int64 [tokens]."""
+    prompt = [5, 6, 7]
+    generated = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    written: Tensor = generated[0]
+    engine = make_engine(str(folder), num_kv_blocks=16, **options)
+    assert run_all(engine, [prompt], [greedy(12, ignore_eos=True)]) == [written[3:].tolist()]
+    return written
 
 
 def test_sharded_weights_are_those_of_one_file(tmp_path: Path) -> None:
@@ -74,10 +77,7 @@ def test_of_several_weights_those_of_transformers_are_loaded(tmp_path: Path, cho
     (tmp_path / "one" / "model.safetensors").rename(tmp_path / "model.safetensors")
     config = tmp_path / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"transformers_weights": chosen}))
-    model, prompt = AutoModelForCausalLM.from_pretrained(tmp_path), [5, 6, 7]
-    written = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
-    engine = make_engine(str(tmp_path), model_impl=model_impl, num_kv_blocks=8)
-    assert run_all(engine, [prompt], [greedy(12, ignore_eos=True)]) == [written[0, 3:].tolist()]
+    assert_writes_as(AutoModelForCausalLM.from_pretrained(tmp_path), tmp_path, model_impl=model_impl)
 
 
 def test_tied_weights_may_be_stored_twice_and_rotary_buffers_of_old_checkpoints_are_ignored(tmp_path: Path) -> None:
@@ -92,12 +92,10 @@ def test_tied_weights_may_be_stored_twice_and_rotary_buffers_of_old_checkpoints_
 @pytest.mark.parametrize("model_impl", ["native", "transformers"])
 def test_of_tied_weights_either_may_be_stored(tmp_path: Path, model_impl: str) -> None:
     """`safetensors.torch.save_model` keeps one of those that share memory; transformers takes whichever there is."""
-    model, prompt = make_model(tmp_path, tie_word_embeddings=True), [5, 6, 7]
+    model = make_model(tmp_path, tie_word_embeddings=True)
     edit_weights(tmp_path, model__embed_tokens__weight=None, lm_head__weight=model.lm_head.weight.detach().clone())
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    written = reloaded.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
-    engine = make_engine(str(tmp_path), model_impl=model_impl, num_kv_blocks=8)
-    assert run_all(engine, [prompt], [greedy(12, ignore_eos=True)]) == [written[0, 3:].tolist()]
+    assert_writes_as(reloaded, tmp_path, model_impl=model_impl)
     assert torch.equal(reloaded.get_input_embeddings().weight, model.lm_head.weight)
 
 
@@ -110,31 +108,26 @@ def test_a_stored_head_that_differs_from_the_embedding_is_not_tied(
     head = make_model(tmp_path, tie_word_embeddings=True).lm_head.weight.detach().clone()
     head[30:] = head[30:].flip(0)
     edit_weights(tmp_path, lm_head__weight=head)
-    model, prompt = AutoModelForCausalLM.from_pretrained(tmp_path), [5, 6, 7]
-    written = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
-    engine = make_engine(str(tmp_path), model_impl=model_impl, num_kv_blocks=8)
-    assert run_all(engine, [prompt], [greedy(12, ignore_eos=True)]) == [written[0, 3:].tolist()]
-    assert (head[written[0]] != model.get_input_embeddings().weight[written[0]]).any()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    written = assert_writes_as(model, tmp_path, model_impl=model_impl)
+    assert (head[written] != model.get_input_embeddings().weight[written]).any()
     assert ("runs untied" in caplog.text) == (model_impl == "native")
 
 
 def test_what_to_do_with_pickled_weights_is_said_and_helps(tmp_path: Path) -> None:
-    model, prompt = make_model(tmp_path), [5, 6, 7]
-    written = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    model = make_model(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     advice = f"AutoModelForCausalLM.from_pretrained({str(tmp_path)!r}).save_pretrained(...)"
     with pytest.raises(ValueError, match=re.escape(f"(found pytorch_model.bin); transformers writes them: {advice}")):
         make_engine(str(tmp_path), num_kv_blocks=8)
     AutoModelForCausalLM.from_pretrained(str(tmp_path)).save_pretrained(tmp_path / "new")
-    engine = make_engine(str(tmp_path / "new"), num_kv_blocks=8)
-    assert run_all(engine, [prompt], [greedy(12, ignore_eos=True)]) == [written[0, 3:].tolist()]
+    assert_writes_as(model, tmp_path / "new")
 
 
 @pytest.mark.parametrize("what", ["float64", "names without a prefix"])
 def test_weights_that_titans_decoder_does_not_read_and_transformers_does_are_told_so(tmp_path: Path, what: str) -> None:
-    model, prompt = make_model(tmp_path), [5, 6, 7]
-    written = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    model = make_model(tmp_path)
     whole, path = load_file(tmp_path / "model.safetensors"), tmp_path / "model.safetensors"
     changed = {name.removeprefix("model."): each for name, each in whole.items()}
     if what == "float64":
@@ -142,8 +135,7 @@ def test_weights_that_titans_decoder_does_not_read_and_transformers_does_are_tol
     save_file(changed, path, metadata={"format": "pt"})
     with pytest.raises(ValueError, match="model_impl='transformers'"):
         make_engine(str(tmp_path), num_kv_blocks=8)
-    engine = make_engine(str(tmp_path), num_kv_blocks=8, model_impl="transformers")
-    assert run_all(engine, [prompt], [greedy(12, ignore_eos=True)]) == [written[0, 3:].tolist()]
+    assert_writes_as(model, tmp_path, model_impl="transformers")
 
 
 def mask(num_slots: int) -> Tensor:
@@ -160,13 +152,10 @@ LEFT_OVER: dict[str, dict[str, Tensor]] = {
 
 @pytest.mark.parametrize("name", LEFT_OVER)
 def test_masks_and_layers_that_predict_further_tokens_may_be_left_over(tmp_path: Path, name: str) -> None:
-    checkpoint, prompt = Checkpoint(FAMILIES[name], tmp_path), [5, 6, 7]
+    checkpoint = Checkpoint(FAMILIES[name], tmp_path)
     checkpoint.model.config.num_nextn_predict_layers = 2
     edit_weights(Path(checkpoint.path), **LEFT_OVER[name])
-    model = AutoModelForCausalLM.from_pretrained(checkpoint.path)
-    written = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
-    engine = make_engine(checkpoint.path, num_kv_blocks=16)
-    assert run_all(engine, [prompt], [greedy(12, ignore_eos=True)]) == [written[0, 3:].tolist()]
+    assert_writes_as(AutoModelForCausalLM.from_pretrained(checkpoint.path), checkpoint.path)
 
 
 SURPLUS = ("model.layers.5.enorm.weight", "model.layers.2.attn.bias", "model.layers.2.c_attn.bias", "model.h.0.attn.bias")
