@@ -548,15 +548,6 @@ def test_how_long_comparisons_take_is_known_apart_for_few_and_many_requests() ->
     assert found == [8, 12]
 
 
-def test_one_comparison_that_was_held_up_hardly_makes_later_ones_fewer() -> None:
-    standing, (load, *_) = Standing(), four_requests()
-    standing.renew(load, [0] * 4, 0, 1.0)
-    for seconds in [1e-3] * 20 + [60.0]:
-        standing.note_comparison(seconds)
-    standing.renew(load, [0] * 4, 0, 1.0)
-    assert standing.num_left == 32
-
-
 def test_an_optimum_stands_for_as_many_steps_that_draft_if_there_is_no_room_in_the_first() -> None:
     """The first drafts of all may be held up, which those behind them show; reviews do not say what drafting costs the host."""
     num_steps = Counter[bool]()
@@ -663,30 +654,21 @@ def test_growth_beyond_the_plan_or_short_of_it_is_no_poor_yield(share: float) ->
 
 
 @pytest.mark.parametrize(("share", "num_repeats"), [(1.01, 1), (0.4, 2), (0.1, DWELL - 1)])
-def test_short_steps_that_repeat_a_decision_are_looked_at_and_learned_from_together(share: float, num_repeats: int) -> None:
+@pytest.mark.parametrize(("length", "is_long"), [(1.0, False), (1.9, False), (2.1, True)])
+def test_short_steps_that_repeat_a_decision_are_looked_at_and_learned_from_together(
+    share: float, num_repeats: int, length: float, is_long: bool
+) -> None:
+    """And one by one if they took long: each moves what is expected no further than a single step may."""
     controller, load, outcome = drafting_controller()
     controller.optimum.seconds = share * REPEATS_SECONDS
     controller.observe(outcome)
     assert controller.num_repeats == num_repeats
-    controller.observe_repeats([outcome._replace(seconds=REPEATS_SECONDS / num_repeats)] * num_repeats)
+    controller.observe_repeats([outcome._replace(seconds=length * REPEATS_SECONDS / num_repeats)] * num_repeats)
     note = Mock(wraps=controller.costs.note_drafting)
     controller.costs.note_drafting = note  # type: ignore[method-assign]
     controller.rest(5, 5, 1)
     controller.choose(load)
-    assert [call.args[3] for call in note.call_args_list] == [1, num_repeats]
-
-
-def test_steps_that_took_long_are_learned_from_one_by_one() -> None:
-    """Each moves what is expected no further than a single step may."""
-    controller, load, outcome = drafting_controller()
-    controller.optimum.seconds = 0.2 * REPEATS_SECONDS
-    controller.observe(outcome)
-    controller.observe_repeats([outcome._replace(seconds=REPEATS_SECONDS)] * 3)
-    note = Mock(wraps=controller.costs.note_drafting)
-    controller.costs.note_drafting = note  # type: ignore[method-assign]
-    controller.rest(5, 5, 1)
-    controller.choose(load)
-    assert [call.args[3] for call in note.call_args_list] == [1] * 4
+    assert [call.args[3] for call in note.call_args_list] == ([1] * (1 + num_repeats) if is_long else [1, num_repeats])
 
 
 def test_yields_go_by_the_costs_that_steps_were_planned_by() -> None:
@@ -696,7 +678,7 @@ def test_yields_go_by_the_costs_that_steps_were_planned_by() -> None:
         controller, load, outcome = drafting_controller()
         for _ in range(2):
             controller.observe(outcome._replace(num_nodes=21, target_seconds=outcome.target_seconds / 2))
-        with nullcontext() if teaches else patch.object(controller, "_learn_from"):
+        with nullcontext() if teaches else patch.object(controller.costs, "note_drafting"):
             controller.rest(5, 5, 1)
             controller.choose(load)
         factors.append(controller.drafting_yield.factor)
@@ -720,14 +702,13 @@ def test_a_new_request_is_compared_for_once_and_not_for_the_rows_of_its_prompt(n
     new = load.candidates[0]._replace(num_missing=61)
     joined = load._replace(candidates=[*load.candidates, new], num_rows=5 + num_others)
     ends = joined._replace(num_rows=joined.num_rows + 60, num_ending=60)
-    with patch.object(controller, "_compare", wraps=controller._compare) as compare:
-        assert not controller.rest(5, ends.num_lasting, 1)
-        decision = controller.choose(ends)
-        controller.observe(outcome._replace(num_nodes=sum(decision.num_nodes)))
-        for _ in range(3):
-            assert not controller.rest(5, joined.num_rows, 0)
-            assert controller.choose(joined).num_nodes == decision.num_nodes
-    assert compare.call_count == 1
+    assert not controller.rest(5, ends.num_lasting, 1)
+    decision, optimum = controller.choose(ends), controller.optimum
+    controller.observe(outcome._replace(num_nodes=sum(decision.num_nodes)))
+    for _ in range(3):
+        assert not controller.rest(5, joined.num_rows, 0)
+        assert controller.choose(joined).num_nodes == decision.num_nodes
+    assert controller.optimum is optimum
     other, _, _ = drafting_controller()
     other.observe(outcome)
     other.rest(5, joined.num_rows, 1)
