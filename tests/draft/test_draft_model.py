@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from stepping import AMPLE, SCARCE, greedy, make_engine, run_all, submit
 from text_tools import make_tokenizer
 from tiny_models import make_model
 from torch import Tensor
-from zoo import FAMILIES, Zoo, random_prompts
+from zoo import Zoo, random_prompts
 
 from titan.core.draft_history import DraftHistory
 from titan.core.growth import Feed, ShapeSpec, chain_spec
@@ -56,8 +56,13 @@ class Draft:
         return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
 
 
-@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != "chain"])
-@pytest.mark.parametrize("family", [*FAMILIES, "narrow_window"])
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [
+        *product(("llama", "narrow_window"), [shape for shape in SHAPES if shape != "chain"]),
+        *(("llama3_rope", "auto"), ("mistral", "dynamic_63"), ("qwen2", "parents"), ("qwen3", "auto_16")),
+    ],
+)
 def test_greedy_output_is_that_of_transformers_whatever_the_shape(zoo: Zoo, family: str, shape: str) -> None:
     options = SCARCE | {"num_kv_blocks": 12, "max_num_batched_tokens": 150} | SHAPES[shape]
     engine = make_engine(zoo.path(family), zoo.path(f"{family}~"), **options)
@@ -309,7 +314,7 @@ def test_a_drafter_may_be_wrapped(zoo: Zoo, draft: str, monkeypatch: pytest.Monk
     assert engine.adaptive is not None and (engine.adaptive.controller.costs.draft is not None) == runs_model
     assert run_all(engine, PROMPTS, [greedy(9)] * len(PROMPTS)) == [zoo.greedy("llama", prompt, 9) for prompt in PROMPTS]
     metrics = engine.metrics()
-    assert metrics.num_draft_failures == 0 and (sum(metrics.accepted_per_depth) > 0) >= runs_model
+    assert metrics.num_draft_failures == 0 and (sum(metrics.accepted_per_depth) > 0) == runs_model
 
 
 def test_a_drafter_with_a_model_of_another_kind_is_fed_nothing(zoo: Zoo) -> None:
