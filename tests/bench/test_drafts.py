@@ -109,9 +109,8 @@ def test_drafts_take_turns_on_the_same_prompts_and_what_cannot_run_is_named(zoo:
     assert re.match(r"Fastest draft by tokens/s: at temperature 0 .+ x no draft\); at temperature 0\.8 ", result["answer"])
 
 
-@pytest.mark.parametrize("failing", [NO_DRAFT, "ngram"])
-def test_what_fails_amid_a_step_is_left_out_and_the_others_go_on(
-    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+def test_drafts_go_on_without_the_reference_which_fails_amid_a_step(
+    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original, runs = draft_bench.run_workload, []
 
@@ -119,7 +118,7 @@ def test_what_fails_amid_a_step_is_left_out_and_the_others_go_on(
         assert not engine.scheduler.has_unfinished
         runs.append((name := NO_DRAFT if engine.drafter.name == "none" else engine.drafter.name, *workload.output_lens))
         with monkeypatch.context() as patch:
-            if name == failing and runs.count(runs[-1]) == 2:  # each run follows a warm-up with its draft
+            if name == NO_DRAFT and runs.count(runs[-1]) == 2:  # each run follows a warm-up with its draft
                 patch.setattr(engine.kv, "commit", lambda *_: 1 / 0)
             return original(engine, workload, concurrency, temperature=temperature)
 
@@ -127,9 +126,9 @@ def test_what_fails_amid_a_step_is_left_out_and_the_others_go_on(
     result = run(zoo, tmp_path, "--draft=ngram", "--draft=truncated:1", "--workload", "synthetic", "--rounds", "3")
     assert runs[:4] == [(name, length, length) for name in (NO_DRAFT, "ngram") for length in (16, 18)]
     found = {row["labels"]["draft"]: row["figures"]["tokens/s"]["num_rounds"] for row in result["rows"]}
-    assert found == {NO_DRAFT: 3, "ngram": 3, "truncated:1": 3} | {failing: 1}
-    assert result["rows"][-1]["figures"]["equal outputs"]["num_rounds"] == found[NO_DRAFT]
-    assert result["warnings"] == [f"{failing} ended (workload synthetic, temperature 0): ZeroDivisionError: division by zero"]
+    assert found == {NO_DRAFT: 1, "ngram": 3, "truncated:1": 3}
+    assert result["rows"][-1]["figures"]["equal outputs"]["num_rounds"] == 1
+    assert result["warnings"] == [f"{NO_DRAFT} ended (workload synthetic, temperature 0): ZeroDivisionError: division by zero"]
 
 
 @pytest.mark.filterwarnings("ignore:the drafter 'flaky' failed:RuntimeWarning")  # as Python shows it: a line, and the run goes on

@@ -34,7 +34,7 @@ def test_a_peer_answers_round_after_round_is_stopped_in_between_and_gone_at_the_
             assert [request.token_ids for request in run.requests] == [[1, 2], [3, 4, 5, 6]]
             assert run.requests[1].finished == concurrency and run.requests[1].first_token == 0.5
             assert run.rates == {"tokens/s": 3.0, "requests/s": 1.0}
-            assert run.figures["tokens/step"] == 1.5 and run.figures["CPU"] >= 0
+            assert run.figures["tokens/step"] == 1.5 and "CPU" in run.figures
             for _ in range(10_000):  # the signal is on its way
                 if leader.status() == psutil.STATUS_STOPPED:
                     break

@@ -73,12 +73,11 @@ def test_an_unknown_source_and_a_model_without_a_tokenizer_are_refused(zoo: Zoo)
     assert next(prompt_stream(model, "auto", SIXTEEN, 5)) == next(prompt_stream(model, "synthetic", SIXTEEN, 5))
 
 
-def test_lengths_are_read_written_and_uniform_between_their_ends() -> None:
+def test_lengths_are_read_and_written_and_keep_between_their_ends() -> None:
     assert Lengths.parse("128") == Lengths(128, 128) and str(Lengths(128, 128)) == "128" and not Lengths(128, 128).is_mixed
     assert Lengths.parse("3-7") == Lengths(3, 7) and str(Lengths(3, 7)) == "3-7" and Lengths(3, 7).is_mixed
-    first, second, other = (list(islice(Lengths(3, 7).stream(seed), 500)) for seed in (0, 0, 1))
+    first, second, other = (list(islice(Lengths(3, 7).stream(seed), 100)) for seed in (0, 0, 1))
     assert first == second != other and set(first) == set(range(3, 8))
-    assert all(60 < first.count(length) < 140 for length in range(3, 8))
     for text in ("", "0", "-3", "8-4", "x", "4-", "1-2-3", "1.5"):
         with pytest.raises(ArgumentTypeError, match=f"'{text}' is not a length: allowed are 128, or 16-512 for a mix"):
             Lengths.parse(text)

@@ -55,7 +55,7 @@ def test_every_mode_gives_a_row_and_titan_the_same_outputs(zoo: Zoo, tmp_path: P
         assert figures["tokens/s"]["num_rounds"] == 2
         assert figures["equal outputs"]["minimum"] == figures["equal outputs"]["maximum"] == (mode != "fake"), mode
         assert {f"x {other}" for other, at in rows if at == at_once} - {f"x {mode}"} <= figures.keys()
-        assert figures["CPU"]["median"] >= 0 and ("P50 x titan" in figures) == (mode != "titan")
+        assert (figures["CPU"]["median"] > 0 or mode == "fake") and ("P50 x titan" in figures) == (mode != "titan")
         assert ("between tokens P50, ms" in figures) == (mode != "titan-static")  # where requests end with their batch
     assert rows["titan", 3]["tokens/step"]["median"] == 1 < rows["titan-draft", 3]["tokens/step"]["median"]
     assert rows["titan-single", 3]["batch"]["median"] == 1 < rows["titan", 3]["batch"]["median"] <= 3
