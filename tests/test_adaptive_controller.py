@@ -108,7 +108,7 @@ def adapts_after(
 
     wanted = [np.mean(fleet(acceptance, 9).run(make(machine), 200).nodes[-100:]) for acceptance in (before, after)]
     steps = []
-    for seed in range(11):
+    for seed in range(7):
         changing, policy = fleet(before, seed), make(machine)
         changing.run(policy, 120 + 6 * seed)  # so that probes are not in step
         for text in changing.texts:

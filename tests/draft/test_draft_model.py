@@ -328,10 +328,10 @@ def test_a_drafter_with_a_model_of_another_kind_is_fed_nothing(zoo: Zoo) -> None
 @pytest.mark.parametrize(("back_end", "num_nodes"), [("cpu", 6), ("triton", MAX_CHAIN_NODES)])
 def test_on_a_device_a_tree_behind_a_prompt_is_a_short_chain(zoo: Zoo, back_end: str, num_nodes: int) -> None:
     options = AMPLE | {"draft_tree": "auto", "max_draft_tokens": 6}
-    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), backend=make_back_end(back_end), **options)
+    engine = make_engine(zoo.path("eight"), zoo.path("eight~"), backend=make_back_end(back_end), **options)
     num_nodes_of = list[int]()
     engine.observers.append(lambda _, acceptance: num_nodes_of.append(acceptance.trees.num_nodes))
-    submit(engine, [list(range(5, 45))], [greedy(9, ignore_eos=True)])
+    submit(engine, [[3, 4, 5, 6, 7] * 4], [greedy(9, ignore_eos=True)])
     engine.step()
     assert num_nodes_of == [num_nodes]
 
