@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -262,7 +263,7 @@ def test_what_reads_a_tokenizer_of_sentencepiece_is_named_where_it_is_not_instal
 
 @pytest.mark.parametrize("own", [None, "{{ messages }} of the tokenizer"])
 def test_a_chat_template_beside_a_tokenizer_counts_where_it_has_none(tmp_path: Path, own: str | None) -> None:
-    tokenizer = make_tokenizer()
+    tokenizer = copy(make_tokenizer())  # others have the same one
     tokenizer.chat_template = own
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "chat_template.json").write_text('{"chat_template": "{{ messages }} of the processor"}')
