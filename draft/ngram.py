@@ -5,15 +5,11 @@ Saxena, "Prompt lookup decoding", 2023. Costs no model pass; pays off if the out
 
 from __future__ import annotations
 
-from array import array
-from weakref import WeakKeyDictionary
-
 import numpy as np
 
 from titan.core.arrays import Ints
 from titan.core.checks import check_integer
 from titan.core.limits import MAX_NODES
-from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import DraftTree
 
@@ -34,17 +30,15 @@ class NgramDrafter:
         self.max_ngram = check_integer("max_ngram", max_ngram, 1)
         if self.min_ngram > self.max_ngram:
             raise ValueError(f"min_ngram={min_ngram}, max_ngram={max_ngram}: 1 <= min_ngram <= max_ngram must hold")
-        # all tokens of each request: to convert them anew at each step would be slow
-        self._tokens: WeakKeyDictionary[Request, array[int]] = WeakKeyDictionary()
 
     def propose(self, plan: StepPlan) -> list[DraftTree]:
         return [
-            DraftTree.chain(self.lookup(self._tokens_of(request), budget) if budget else [])
+            DraftTree.chain(self.lookup(request.token_array, budget) if budget else [])
             for request, budget in zip(plan.requests, plan.draft_budgets, strict=True)
         ]
 
     def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
-        """Do nothing: each lookup first takes the request's new tokens."""
+        """Do nothing: each lookup goes through all tokens of a request."""
 
     def lookup(self, tokens: Ints, budget: int) -> list[int]:
         """Return up to ``budget`` tokens that followed the longest suffix that occurred before, where it last did.
@@ -62,8 +56,3 @@ class NgramDrafter:
             ends = ends[ends >= length]
             ends = ends[tokens[ends - length] == tokens[-1 - length]]
         return found
-
-    def _tokens_of(self, request: Request) -> Ints:
-        tokens = self._tokens.setdefault(request, array("q"))
-        tokens.extend(request.token_ids[len(tokens) :])
-        return np.frombuffer(tokens, np.int64)

@@ -148,7 +148,7 @@ def test_transforms_of_many_requests_take_three_copies(device: Device, uploads: 
         {"frequency_penalty": 0.1, "repetition_penalty": 0.9},
     ]
     requests = [
-        TransformedRows(SamplingParams(**each), [1, 2], np.array([1, 2]), [3] * i, {2 * i: [], 2 * i + 1: [4]})
+        TransformedRows(SamplingParams(**each), [1, 2] + [3] * i, np.full(i, 3), np.array([1, 2]), {2 * i: [], 2 * i + 1: [4]})
         for i, each in enumerate(options)
     ]
     logits = torch.empty(8, VOCAB_SIZE, dtype=torch.bfloat16, device=META)

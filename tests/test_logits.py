@@ -119,6 +119,29 @@ def test_each_row_gets_its_requests_transforms_with_its_own_drafted_prefix(
     torch.testing.assert_close(list(result.logits), expected, rtol=1e-5, atol=1e-5)
 
 
+class Watched(list[int]):
+    """Counts the items that slices take out of it."""
+
+    num_taken = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        self.num_taken += len(found) if isinstance(index, slice) else 1
+        return found
+
+
+def test_penalties_take_each_token_of_a_request_once() -> None:
+    """However many steps there are, in which they see all tokens."""
+    request = make_request({"repetition_penalty": 1.3, "frequency_penalty": 0.4}, [1, 2, 3], [])
+    request.token_ids = watched = Watched(request.token_ids)
+    for token_id in np.random.default_rng(0).integers(0, VOCAB_SIZE, 50).tolist():
+        watched.append(token_id)
+        logits = torch.linspace(-2, 2, VOCAB_SIZE)
+        result = transform(logits[None], [request], [EMPTY_TREE], [0, 1])
+        torch.testing.assert_close(result.logits[0], slow_transform(logits, request.params, [1, 2, 3], list(watched)[3:]))
+    assert watched.num_taken == len(watched) == 53
+
+
 def fail(token_ids: list[int], logits: Tensor) -> Tensor:
     raise KeyError("no such rule")
 

@@ -42,12 +42,12 @@ def transform_rows(
             continue
         tree = EMPTY_TREE if trees is None else trees[i]
         if request.has_transforms:
-            paths, output = _paths(tree, first), request.output_token_ids
+            paths, output = _paths(tree, first), request.token_array[request.num_prompt_tokens :]
             distinct = request.distinct_prompt_ids if request.params.repetition_penalty != 1.0 else NO_TOKENS
-            transforms.append(TransformedRows(request.params, request.prompt_token_ids, distinct, output, paths))
+            transforms.append(TransformedRows(request.params, request.token_ids, output, distinct, paths))
             longest = max(map(len, request.bad_word_ids), default=0)
             for row, path in paths.items() if longest else ():
-                forbidden[row].update(_last_of_bad_words([*output[-longest:], *path], request.bad_word_ids))
+                forbidden[row].update(_last_of_bad_words([*output[-longest:].tolist(), *path], request.bad_word_ids))
         if _holds_stops_back(request):
             is_early = request.num_output_tokens + np.append(0, tree.topology.depths) < request.params.min_tokens
             for row in np.flatnonzero(is_early).tolist():

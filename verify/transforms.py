@@ -25,9 +25,9 @@ class TransformedRows:
     """The rows of logits of one request whose options transform them."""
 
     params: SamplingParams
-    prompt_token_ids: list[int]
+    token_ids: list[int]  # prompt and output
+    output_ids: Ints  # int64, the output alone
     distinct_prompt_ids: Ints  # int64, distinct tokens of the prompt; may be empty without a repetition penalty
-    output_token_ids: list[int]
     paths: Mapping[int, list[int]]  # row -> draft tokens after the output, down to the row's node; empty at the root
 
 
@@ -76,7 +76,7 @@ def _process(scores: Tensor, requests: Sequence[TransformedRows]) -> dict[int, s
         for row, path in each.paths.items():
             try:
                 for processor in each.params.logits_processors or ():
-                    result = processor([*each.prompt_token_ids, *each.output_token_ids, *path], scores[row])
+                    result = processor([*each.token_ids, *path], scores[row])
                     _check_result(result, scores[row])
                     scores[row] = result
             except Exception as error:  # noqa: BLE001 - a user's function may raise anything, and must not cost others their step
@@ -113,7 +113,7 @@ def _penalize(scores: Tensor, requests: list[TransformedRows], upload: Upload) -
         [
             *_rows(requests),
             np.array(strengths, np.float32),
-            *_entries(enumerate(each.output_token_ids for each in requests)),
+            *_entries(enumerate(each.output_ids for each in requests)),
             *_entries(enumerate(path for each in requests for path in each.paths.values())),
             *_entries(enumerate(each.distinct_prompt_ids for each in requests)),
         ]

@@ -81,6 +81,8 @@ class Request:
     cumulative_logprob: float = field(default=0.0, init=False)  # sum over the output tokens that `add_up_logprobs` has added
     _num_read_logprobs: int = field(default=0, init=False)
     _num_read_prompt_logprobs: int = field(default=0, init=False)
+    _token_array: Ints = field(default_factory=partial(np.empty, 0, np.int64), init=False)  # with room for more tokens
+    _num_converted: int = field(default=0, init=False)  # tokens in it
     _distinct_prompt_ids: Ints | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -95,10 +97,20 @@ class Request:
         return self.siblings or (self,)
 
     @property
+    def token_array(self) -> Ints:
+        """``token_ids`` as int64 [num_tokens], to be read only; each of them is converted once."""
+        num_converted, num_tokens = self._num_converted, len(self.token_ids)
+        if num_tokens > len(self._token_array):
+            self._token_array = np.append(self._token_array, np.empty(num_tokens, np.int64))
+        self._token_array[num_converted:num_tokens] = self.token_ids[num_converted:]
+        self._num_converted = num_tokens
+        return self._token_array[:num_tokens]
+
+    @property
     def distinct_prompt_ids(self) -> Ints:
         """The different tokens of the prompt, int64, ascending; found once."""
         if self._distinct_prompt_ids is None:
-            self._distinct_prompt_ids = np.unique(np.array(self.prompt_token_ids, np.int64))
+            self._distinct_prompt_ids = np.unique(self.token_array[: self.num_prompt_tokens])
         return self._distinct_prompt_ids
 
     @property

@@ -58,9 +58,8 @@ def _use_logits(backend: Backend, logits: Tensor, num_requests: int) -> None:
     """Penalise logits, [L, vocab], divided evenly among the requests, and sample two children of each row: one takes less."""
     num_rows = len(logits)
     of_requests = np.array_split(np.arange(num_rows), num_requests)
-    penalized = [
-        TransformedRows(ALL_PENALTIES, [0], np.zeros(1, np.int64), [0], {row: [] for row in each.tolist()}) for each in of_requests
-    ]
+    token = np.zeros(1, np.int64)
+    penalized = [TransformedRows(ALL_PENALTIES, [], token, token, {row: [] for row in each.tolist()}) for each in of_requests]
     scores = transform_logits(logits, penalized, {}, backend.upload).logits
     rows = SamplingRows.of([(ALL_PENALTIES, 0, 0)] * num_rows)
     [places] = backend.upload([np.arange(num_rows)])
