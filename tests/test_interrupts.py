@@ -211,12 +211,14 @@ def test_an_interrupt_of_the_callers_loop_leaves_an_engine_that_serves(zoo: Zoo)
 def test_an_interrupt_of_a_swap_of_the_draft_leaves_an_engine_that_serves(zoo: Zoo) -> None:
     """With a request in flight; there may be no swap space until the next swap."""
     front_end, visits, is_swapping = make_front_end(zoo, FcfsPolicy()), Counter[Place](), threading.Event()
-    engine, expected, draft = front_end.engine, generate(front_end, PROMPTS, PARAMS), zoo.path("llama~")
+    engine, expected = front_end.engine, generate(front_end, PROMPTS, PARAMS)
+    drafts = None, zoo.path("llama~"), zoo.path("llama3_rope")  # the last has as many layers as the one before, but other heads
 
     def swap() -> None:
         is_swapping.set()
         try:
-            engine.swap_draft(draft)
+            for draft in drafts:
+                engine.swap_draft(draft)
         finally:
             is_swapping.clear()
 
@@ -231,8 +233,9 @@ def test_an_interrupt_of_a_swap_of_the_draft_leaves_an_engine_that_serves(zoo: Z
     *_, last = stream
     assert last.outputs[0].token_ids == expected[0]
     random, num_struck = Random(0), 0
-    for place in random.sample(sorted(visits), 40):
-        turns = count(-random.randrange(visits[place]))
+    exchange = [(place, visits[place] - 1) for place in sorted(visits) if place[1] == "Engine._use_drafter"]  # of the last two
+    for place, turn in [*((each, random.randrange(visits[each])) for each in random.sample(sorted(visits), 40)), *exchange]:
+        turns = count(-turn)
         with interrupted_at(place, partial(lambda turns: is_swapping.is_set() and next(turns) == 0, turns)) as struck:
             stream = begun()
             front_end.loop.between_steps(swap)
@@ -241,9 +244,11 @@ def test_an_interrupt_of_a_swap_of_the_draft_leaves_an_engine_that_serves(zoo: Z
             with pytest.raises(RuntimeError, match="a step failed, which ended all requests in flight: KeyboardInterrupt"):
                 next(stream)
             check_is_empty(front_end)
+            cache = engine.kv.tensors.get("draft")
+            assert (cache and cache.layout) == engine.drafter.kv, "a drafter with the cache of another would write past its end"
         del stream  # which may still be in flight
         check_serves(front_end, zoo)
-    assert num_struck > 30 and len(visits) > 200
+    assert num_struck > 40 and len(visits) > 200 and len(exchange) > 10
     front_end.loop.between_steps(swap)
     assert engine.kv.swap_space.pool.num_blocks and generate(front_end, PROMPTS, PARAMS) == expected
 

@@ -29,8 +29,7 @@ def ops() -> Mock:
 @pytest.fixture
 def kv(ops: Mock) -> KVCache:
     kv = KVCache(8, 4, enable_prefix_caching=True, ops=ops)
-    kv.attach("target", KVTensor(LAYOUT, 8, 4, CPU))
-    kv.attach("draft", KVTensor(LAYOUT, 8, 4, CPU))
+    kv.tensors = {"target": KVTensor(LAYOUT, 8, 4, CPU), "draft": KVTensor(LAYOUT, 8, 4, CPU)}
     return kv
 
 
@@ -127,8 +126,7 @@ def test_a_sibling_gets_a_copy_of_the_last_block_of_the_prompt(
     ops: Mock, caching: bool, num_tokens: int, num_computed: int, num_drafted: int, computed: int, drafted: int
 ) -> None:
     kv = KVCache(9, 4, caching, ops)
-    for role in ("target", "draft"):
-        kv.attach(role, KVTensor(LAYOUT, 9, 4, CPU))  # type: ignore[arg-type]
+    kv.tensors = {"target": KVTensor(LAYOUT, 9, 4, CPU), "draft": KVTensor(LAYOUT, 9, 4, CPU)}
     first, second, third = (make_request(range(num_tokens)) for _ in range(3))
     make_siblings(first, second)
     first.token_ids.append(99)  # else the prompt's last token cannot be computed
@@ -173,8 +171,7 @@ def copies(method: Mock) -> list[tuple[list[int], list[int]]]:
 @pytest.fixture
 def swapping(ops: Mock) -> KVCache:
     kv = KVCache(8, 4, enable_prefix_caching=True, ops=ops)
-    kv.attach("target", KVTensor(LAYOUT, 8, 4, CPU))
-    kv.attach("draft", KVTensor(LAYOUT, 8, 4, CPU))
+    kv.tensors = {"target": KVTensor(LAYOUT, 8, 4, CPU), "draft": KVTensor(LAYOUT, 8, 4, CPU)}
     kv.resize_swap_space(5, ())
     return kv
 
@@ -435,10 +432,3 @@ def test_compaction_renumbers_what_is_still_to_be_cleared(kv: KVCache, ops: Mock
     with pytest.raises(MemoryError):
         kv.compact([third])
     assert (third.block_ids.tolist(), third.num_drafted_context) == ([2, 3], 0), "the draft's have moved"
-
-
-@pytest.mark.parametrize(("num_blocks", "block_size"), [(7, 4), (8, 8)])
-def test_attach_refuses_a_tensor_of_another_pool(kv: KVCache, num_blocks: int, block_size: int) -> None:
-    message = f"draft's KV tensor has {num_blocks} blocks of {block_size} slots: it must have 8 of 4"
-    with pytest.raises(ValueError, match=message):
-        kv.attach("draft", KVTensor(LAYOUT, num_blocks, block_size, CPU))

@@ -88,8 +88,7 @@ class World:
         self.num_more_slots = num_more_slots
         self.error_rate = error_rate
         self.kv = KVCache(num_kv_blocks, BLOCK_SIZE, enable_prefix_caching, cpu_backend().cache)
-        for role, layout in LAYOUTS.items():
-            self.kv.attach(role, KVTensor(layout, num_kv_blocks, BLOCK_SIZE, CPU))
+        self.kv.tensors = {role: KVTensor(layout, num_kv_blocks, BLOCK_SIZE, CPU) for role, layout in LAYOUTS.items()}
         self.kv.resize_swap_space(num_swap_blocks, ())
         self.counters = EngineCounters()
         self.now = 0.0
@@ -212,9 +211,10 @@ class World:
         present, num_swap_blocks = self.scheduler.in_flight, self.kv.swap_space.pool.num_blocks
         self.kv.forget_draft(present)
         self.kv.resize_swap_space(0, present)
-        self.kv.detach("draft")
+        tensors: dict[Role, KVTensor] = {"target": self.kv.tensors["target"]}
         if has_kv:
-            self.kv.attach("draft", KVTensor(LAYOUTS["draft"], self.kv.num_blocks, BLOCK_SIZE, CPU))
+            tensors["draft"] = KVTensor(LAYOUTS["draft"], self.kv.num_blocks, BLOCK_SIZE, CPU)
+        self.kv.tensors = tensors
         self.kv.resize_swap_space(num_swap_blocks, present)
         self.num_swaps += 1
 

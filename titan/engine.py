@@ -21,7 +21,7 @@ from titan.core.checks import check_integer
 from titan.core.dtypes import dtype_name
 from titan.core.growth import GrowthSpec
 from titan.core.host_memory import host_memory
-from titan.core.kv_tensor import KVLayout, KVTensor
+from titan.core.kv_tensor import KVLayout, KVTensor, Role
 from titan.core.metrics import EngineCounters, EngineMetrics
 from titan.core.options import EngineConfig, ModelOptions
 from titan.core.out_of_memory import is_out_of_memory
@@ -113,7 +113,7 @@ class Engine:
             free_memory -= num_blocks * block_bytes(block_size, layouts)
         num_host_blocks = num_swap_blocks(config.schedule.swap_space, layouts, block_size, free_memory)
         self.kv = KVCache(num_blocks, block_size, config.memory.enable_prefix_caching, backend.cache)
-        self.kv.attach("target", KVTensor(layouts[0], num_blocks, block_size, backend.device))
+        self.kv.tensors = {"target": KVTensor(layouts[0], num_blocks, block_size, backend.device)}
         self.runner = self._prepare_target(self.kv.tensors["target"])
         vocab_size = self.model_config.vocab_size
         _warm_up(config, [*self.runner.warm_up((), vocab_size), *backend.warm_up(vocab_size, self.dtype)])
@@ -424,21 +424,18 @@ class Engine:
 
         If anything raises, the current drafter stays.
         """
-        kv: KVTensor | None = None
+        tensors: dict[Role, KVTensor] = {"target": self.kv.tensors["target"]}
         if has_cache(drafter):
             claim(self, "draft_model", drafter)
-            kv = KVTensor(drafter.kv, self.kv.num_blocks, self.kv.block_size, self.backend.device)
-            drafter.attach(kv)
+            tensors["draft"] = KVTensor(drafter.kv, self.kv.num_blocks, self.kv.block_size, self.backend.device)
+            drafter.attach(tensors["draft"])
         drafting = Drafting(drafter, self.backend, self.model_config.vocab_size)
         max_draft_tokens = min(drafter.max_draft_tokens, self.config.speculation.max_draft_tokens)
         adaptive = self._make_adaptive(drafting, max_draft_tokens)
         self.kv.forget_draft(requests)
         self.kv.resize_swap_space(0, requests)
-        if kv is None:
-            self.kv.detach("draft")
-        else:
-            self.kv.attach("draft", kv)
-        self.drafting, self.adaptive, self._max_draft_tokens = drafting, adaptive, max_draft_tokens
+        # one statement, which no interrupt can cut: a drafter never has the cache of another
+        self.kv.tensors, self.drafting, self.adaptive, self._max_draft_tokens = tensors, drafting, adaptive, max_draft_tokens
         self._log.start_draft()
 
     def _make_adaptive(self, drafting: Drafting, max_draft_tokens: int) -> AdaptiveSpeculation | None:

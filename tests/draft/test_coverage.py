@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import count
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from auditor import Auditor
@@ -16,6 +16,7 @@ from stepping import AMPLE, SCARCE, check_blocks, drain, greedy, make_engine, su
 from zoo import Zoo, random_prompts
 
 from titan.core.draft_history import DraftHistory
+from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
 from titan.draft.registry import DraftSpec
 
@@ -137,10 +138,17 @@ def test_an_interrupted_swap_leaves_the_current_draft_and_the_bytes_of_the_swap_
 ) -> None:
     engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **AMPLE, swap_space=2**20)
     requests = submit(engine, PROMPTS, [greedy(9)] * len(PROMPTS))
+    resize = engine.kv.resize_swap_space
+
+    def interrupt(num_blocks: int, requests: Iterable[Request]) -> None:
+        resize(num_blocks, requests)
+        if not num_blocks:
+            raise KeyboardInterrupt
+
     before, num_swapped = (engine.drafter, engine.kv.tensors["draft"]), engine.kv.swap_space.pool.num_blocks
     engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(engine.kv, "attach", Mock(side_effect=KeyboardInterrupt))
+        patch.setattr(engine.kv, "resize_swap_space", interrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.swap_draft(zoo.path("other"))
     assert (engine.drafter, engine.kv.tensors["draft"]) == before

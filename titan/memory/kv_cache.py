@@ -41,7 +41,7 @@ class KVCache:
         self.block_size = block_size
         self._prefixes = PrefixFinder(self.pool, self.swap_space, block_size)
         self._new_blocks: set[int] = set()  # reserved blocks that were neither cleared nor copied to since
-        self._tensors: dict[Role, KVTensor] = {}
+        self.tensors: Mapping[Role, KVTensor] = {}  # the attached caches, which have as many blocks as the pool
 
     @property
     def num_blocks(self) -> int:
@@ -51,29 +51,7 @@ class KVCache:
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block of all attached caches together."""
-        return block_bytes(self.block_size, [tensor.layout for tensor in self._tensors.values()])
-
-    @property
-    def tensors(self) -> Mapping[Role, KVTensor]:
-        """The attached caches."""
-        return self._tensors
-
-    def attach(self, role: Role, tensor: KVTensor) -> None:
-        """Attach a cache, which the block tables then index; the swap space has no blocks for it until that is resized.
-
-        Raises:
-            ValueError: the number or size of its blocks is not the pool's.
-        """
-        if (tensor.num_blocks, tensor.block_size) != (self.num_blocks, self.block_size):
-            raise ValueError(
-                f"the {role}'s KV tensor has {tensor.num_blocks} blocks of {tensor.block_size} slots: it must have "
-                f"{self.num_blocks} of {self.block_size}"
-            )
-        self._tensors[role] = tensor
-
-    def detach(self, role: Role) -> None:
-        """Detach a cache, if there is one."""
-        self._tensors = {each: tensor for each, tensor in self._tensors.items() if each != role}
+        return block_bytes(self.block_size, [tensor.layout for tensor in self.tensors.values()])
 
     def num_missing_blocks(self, request: Request, num_slots: int) -> int:
         """Return how many free blocks a request needs to cover ``num_slots`` slots, those for `admit` included if it has no blocks.
@@ -157,7 +135,7 @@ class KVCache:
         """Zero the blocks reserved since the last call, before a pass: attention multiplies their content by 0, and NaN stays."""
         if self._new_blocks:
             block_ids = np.array(sorted(self._new_blocks))
-            for tensor in self._tensors.values():
+            for tensor in self.tensors.values():
                 self._ops.clear_blocks(tensor, block_ids)
             self._new_blocks.clear()
 
@@ -186,8 +164,8 @@ class KVCache:
             if drafted != [*range(len(drafted))]:
                 moves["draft"].append(PathMove(request.block_ids, first_slot, drafted))
         for role, paths in moves.items():
-            if paths and role in self._tensors:
-                self._ops.move_paths(self._tensors[role], paths)
+            if paths and role in self.tensors:
+                self._ops.move_paths(self.tensors[role], paths)
 
     def roll_back(self, request: Request) -> None:
         """Release the blocks after those of the committed tokens, after the request's counters have advanced."""
@@ -227,7 +205,7 @@ class KVCache:
         request.commit(0)  # lowers the draft's coverage, which a failed step may have left too high
         sources = dict(enumerate(request.block_ids[:num_blocks]))
         found = find_blocks(space, request.block_hashes, self._num_blocks_of(request.num_drafted_context))
-        copy_out = partial(self.swap_space.copy_out, self._tensors)
+        copy_out = partial(self.swap_space.copy_out, self.tensors)
         block_ids = take_blocks(space, found, request.block_hashes, sources, self.pool, space.allocate, copy_out)
         if block_ids is None:
             return False
@@ -267,7 +245,7 @@ class KVCache:
                 self.pool.release(block_ids)
             return
         self.await_copies()  # a copy into the block may be under way
-        groups = self._tensors["target"].groups
+        groups = self.tensors["target"].groups
         kept = [group[:, 0].clone() for group in groups]
         try:
             yield [0]
@@ -292,20 +270,20 @@ class KVCache:
             ValueError: more blocks are in use than the tensors have; nothing changes.
             Exception: memory is not enough; what the draft covers is forgotten, and nothing else changes.
         """
-        tensors = self._tensors if tensors is None else tensors
+        tensors = self.tensors if tensors is None else tensors
         num_blocks = tensors["target"].num_blocks
         self.await_copies()
         new_ids = self.pool.new_ids(num_blocks, [request.block_ids for request in requests])
         num_moved = sum(old != new for old, new in new_ids.items())
-        if num_moved or tensors is not self._tensors:
+        if num_moved or tensors is not self.tensors:
             block_ids = np.fromiter(new_ids, np.int64, len(new_ids))
             try:
                 for role, tensor in sorted(tensors.items()):
-                    self._ops.gather_blocks(self._tensors[role], tensor, block_ids)
+                    self._ops.gather_blocks(self.tensors[role], tensor, block_ids)
             except BaseException:
                 self.forget_draft(requests)  # the draft's blocks come first: they may have moved, the target's have not
                 raise
-        self._tensors = dict(tensors)
+        self.tensors = dict(tensors)
         self.pool.resize(num_blocks, new_ids)
         for request in requests:
             request.renumber_blocks(new_ids)
@@ -321,7 +299,7 @@ class KVCache:
         for request in requests:
             request.release()
             request.leave_swap()
-        self.pool.reset(self._tensors["target"].num_blocks)
+        self.pool.reset(self.tensors["target"].num_blocks)
         self.swap_space.pool.reset(self.swap_space.pool.num_blocks)
         self._new_blocks.clear()
 
@@ -331,7 +309,7 @@ class KVCache:
             for request in requests:
                 if request.is_swapped:
                     self.free(request)
-            self.swap_space.resize(num_blocks, self._tensors)
+            self.swap_space.resize(num_blocks, self.tensors)
 
     def forget_draft(self, requests: Iterable[Request]) -> None:
         """Forget the draft's coverage of all blocks and of these unfinished requests, for another draft or none."""
@@ -345,7 +323,7 @@ class KVCache:
 
     def _allocate(self, count: int, after: int = -1) -> list[int]:
         """Allocate free blocks, right after the block ``after`` if possible; the swap space gets copies of what is evicted."""
-        self.swap_space.keep_evicted(self.pool, count, self._tensors)
+        self.swap_space.keep_evicted(self.pool, count, self.tensors)
         return self.pool.allocate(count, after)
 
     def _swap_in(self, request: Request) -> None:
@@ -374,7 +352,7 @@ class KVCache:
         source = sibling.block_ids[num_full_blocks]
         request.extend_blocks(self._allocate(1))
         try:
-            for tensor in self._tensors.values():
+            for tensor in self.tensors.values():
                 self._ops.copy_blocks(tensor, np.array([source]), np.array(request.block_ids[-1:]))
         except Exception as error:
             if not is_out_of_memory(error):
@@ -387,5 +365,5 @@ class KVCache:
         request.commit(num_slots)
 
     def _copy_in(self, swapped_block_ids: Sequence[int], block_ids: Sequence[int]) -> None:
-        self.swap_space.copy_in(self._tensors, swapped_block_ids, block_ids)
+        self.swap_space.copy_in(self.tensors, swapped_block_ids, block_ids)
         self._new_blocks.difference_update(block_ids)
