@@ -124,6 +124,8 @@ def test_the_time_of_steps_is_split(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -
     engine.step()
     recent = engine.metrics().recent
     assert recent.split == StepSplit(*(pytest.approx(part / 66) for part in (2, 6, 30, 9, 19)))  # 20 ms, and then 46
+    metrics = engine.metrics()
+    assert (metrics.num_steps, metrics.mean_batch_size, recent.num_steps) == (2, 2, 2), "halves are no steps"
     assert recent.mean_rows == (5 + 2) / 2 and recent.mean_context_tokens == (0 + 5) / 2
     assert recent.busy_share == pytest.approx(66 / 86) and recent.tokens_per_s == pytest.approx(4 / 0.086)
     clock.now += 9.95

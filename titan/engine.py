@@ -189,6 +189,7 @@ class Engine:
             if adaptive is not None:
                 adaptive.decide(plan)
             changed = self._run(plan, watch)
+        self.counters.num_steps += 1
         watch.times.prepare += watch.lap()
         self._log.note(watch.last, watch.times, plan.shortage)
         return [*expired, *changed]

@@ -274,7 +274,6 @@ class Scheduler:
             changed += self._share_prompts([each for each in finished if each.error is None])
             for request in finished:
                 self._finish(request)
-        self.counters.num_steps += 1
         self.counters.num_rows += sum(plan.num_tokens) + acceptance.trees.num_nodes
         _count(self.counters, num_sequences, num_tokens, proposed, accepted)
         return changed
