@@ -5,6 +5,8 @@ Engines run on made-up machines, so that all decisions are the same in every run
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
@@ -32,9 +34,8 @@ from titan.adaptive.measure import measure
 from titan.adaptive.pass_cost import PassCost
 from titan.adaptive.speculation import AdaptiveSpeculation
 from titan.core.batch import RaggedBatch
-from titan.core.draft_history import AcceptanceCounts
+from titan.core.draft_history import AcceptanceCounts, DraftHistory
 from titan.core.growth import BeamSpec, Feed
-from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import DraftTree
 from titan.diagnosis import faults
@@ -310,10 +311,10 @@ def test_new_requests_start_at_the_temperature_that_repeated_steps_showed(zoo: Z
     engine, num_followed, num_drafting = adaptive_engine(zoo, "llama~", **AMPLE), 0, 0
     follow = AdaptiveSpeculation._follow_temperature
 
-    def note(adaptive: AdaptiveSpeculation, request: Request, num_observed: int = 1) -> None:
+    def note(adaptive: AdaptiveSpeculation, history: DraftHistory, num_observed: int = 1) -> None:
         nonlocal num_followed
         num_followed += num_observed
-        follow(adaptive, request, num_observed)
+        follow(adaptive, history, num_observed)
 
     def count(plan: StepPlan, acceptance: Acceptance) -> None:
         nonlocal num_drafting
@@ -325,6 +326,20 @@ def test_new_requests_start_at_the_temperature_that_repeated_steps_showed(zoo: Z
         run_all(engine, [prompt], [greedy(60, ignore_eos=True)])
     assert engine.adaptive is not None
     assert num_followed + engine.adaptive._num_unfollowed == num_drafting > 40
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_an_idle_engine_keeps_no_request_that_has_ended(zoo: Zoo, drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its outputs may be large, and its user has let go of them; whether the last steps were decided on anew or not."""
+    Machine(monkeypatch, {0: 0.01 if drafts else 9.0})
+    engine = adaptive_engine(zoo, "llama~", **AMPLE)
+    for limits in ([30, 30], [30, 17], [3, 1]):
+        requests = submit(engine, PROMPTS[:2], [greedy(limit, ignore_eos=True, logprobs=1) for limit in limits])
+        ended = [weakref.ref(request) for request in requests]
+        del requests
+        drain(engine)
+        gc.collect()
+        assert [each() for each in ended] == [None, None]
 
 
 def test_what_a_drafter_without_a_model_takes_counts(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:

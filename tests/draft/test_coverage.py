@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from itertools import count
 from typing import Any
 
@@ -86,7 +87,7 @@ def test_coverage_through_swaps_in_flight(zoo: Zoo, swap_space: int) -> None:
             engine.swap_draft(spec)
             assert not engine.metrics().num_swapped
             for request in (*engine.scheduler.running, *engine.scheduler.waiting):
-                assert request.num_drafted_context == 0 and request.draft_history == DraftHistory()
+                assert request.num_drafted_context == 0 and asdict(request.draft_history) == asdict(DraftHistory())
         engine.step()
         auditor.check(draft)
         step += 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import exp, log
 
@@ -11,6 +10,7 @@ from titan.adaptive.load import Candidate, Load, Outcome
 from titan.adaptive.optimum import Optimum
 from titan.adaptive.repeats import Repeats
 from titan.adaptive.value import own_acceptance
+from titan.core.draft_history import DraftHistory
 from titan.core.growth import Worth
 from titan.core.metrics import SpeculationMetrics
 from titan.core.request import Request
@@ -41,8 +41,9 @@ class AdaptiveSpeculation:
     num_reserved: int = 0  # draft tokens of each request for which the next step should reserve room
     _log_temperature: float | None = None  # mean over the greedy requests of what their draft's probabilities are compared at
     _rows: list[int] = field(default_factory=list)  # of the plan, those that emit tokens
-    _last_requests: Sequence[Request] = ()  # those of the last step, if each had one token
-    _num_unfollowed: int = 0  # repeats with drafts since the last requests' temperatures were followed
+    _last_histories: list[DraftHistory] = field(default_factory=list)  # of the requests of the last step, if each had one token
+    _typical: dict[int, DraftHistory] = field(default_factory=dict)  # by row, of greedy requests without transforms
+    _num_unfollowed: int = 0  # repeats with drafts since the temperatures of these were followed
     _budgets: list[int] = field(default_factory=list)  # most nodes of each row of the plan
     _worths: dict[int, Worth] = field(default_factory=dict)  # by row
     _repeats: Repeats = field(init=False)
@@ -55,24 +56,26 @@ class AdaptiveSpeculation:
 
     def decide(self, plan: StepPlan) -> None:
         """Set budgets, worths and reviews of a plan's rows."""
-        is_alike = plan.requests == self._last_requests and sum(plan.num_tokens) == len(plan.requests)
+        histories = [request.draft_history for request in plan.requests]
+        is_alike = histories == self._last_histories and sum(plan.num_tokens) == len(histories)
         is_alike = is_alike and (self._decision is RESTING or any(plan.draft_budgets))  # a last token is no failure to draft
         if not self._repeats.begin(is_alike):
-            self._decide_anew(plan)
+            self._decide_anew(plan, histories)
         plan.draft_budgets, plan.worths = list(map(min, plan.draft_budgets, self._budgets)), self._worths
         if self._decision is RESTING:
             plan.drafts_prompts = False
 
-    def _decide_anew(self, plan: StepPlan) -> None:
-        for request in self._last_requests:
-            self._follow_temperature(request, self._num_unfollowed)
+    def _decide_anew(self, plan: StepPlan, histories: list[DraftHistory]) -> None:
+        for history in self._typical.values() if self._num_unfollowed else ():
+            self._follow_temperature(history, self._num_unfollowed)
         self._num_unfollowed = 0
         rows, num_rows, num_context = plan.emitting_rows(), sum(plan.num_tokens), plan.num_context_tokens
         self._rows, self._budgets, self._worths = rows, [0] * len(plan.requests), {}
         num_new = [plan.requests[i].metrics.first_token_time for i in rows].count(None)
         is_first_try = len(plan.requests) == 1 and not self.controller.has_tried  # a long prompt is too much for a probe
         num_ending = sum([plan.num_tokens[i] for i in rows]) - len(rows)
-        self._last_requests = plan.requests if num_rows == len(rows) else []
+        self._last_histories = histories if num_rows == len(rows) else []
+        self._typical = {i: histories[i] for i in rows if (each := plan.requests[i]).params.is_greedy and not each.has_transforms}
         if self.controller.rest(len(rows), num_rows - num_ending, num_new):
             self._load, self._decision = Load((), num_rows, num_context, num_ending), RESTING
             return
@@ -155,16 +158,16 @@ class AdaptiveSpeculation:
         else:
             self.controller.observe(outcome)
         if num_nodes:
-            for i in self._rows:
-                self._follow_temperature(plan.requests[i])
+            for history in self._typical.values():
+                self._follow_temperature(history)
         for i, review in zip(plan.reviews, report.reviews, strict=False):
-            self._follow_temperature(plan.requests[i], 0 if review.logprobs is None else len(review.logprobs))
+            if i in self._typical and review.logprobs is not None:
+                self._follow_temperature(self._typical[i], len(review.logprobs))
         may_draft_a_node = self.controller.is_probe_due and any(each.num_reviewable is None for each in self._load.candidates)
         self.num_reserved = max(self.num_reserved, int(may_draft_a_node))
 
-    def _follow_temperature(self, request: Request, num_observed: int = 1) -> None:
-        temperature = request.draft_history.temperature
-        if request.params.is_greedy and not request.has_transforms and temperature is not None:
+    def _follow_temperature(self, history: DraftHistory, num_observed: int = 1) -> None:
+        if (temperature := history.temperature) is not None:
             before = log(temperature) if self._log_temperature is None else self._log_temperature
             self._log_temperature = before + (log(temperature) - before) * (1 - (1 - TEMPERATURE_RATE) ** num_observed)
 

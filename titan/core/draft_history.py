@@ -89,7 +89,7 @@ class AcceptanceCounts:
             self.num_expected *= share
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class DraftHistory:
     """Averages over a request's steps; only the initial temperature may depend on other requests."""
 
