@@ -619,6 +619,18 @@ def test_a_device_is_waited_for_by_who_looks_at_results_or_must_know_their_times
     assert numbers == ([4] * 5 if max_inter_token_s else [1, 1, 4, 4, 4])
 
 
+def test_logprobs_of_prompts_are_results_that_a_device_is_waited_for(zoo: Zoo) -> None:
+    """The first step, of a chunk without them, is not waited for until the second one begins, which looks at its own."""
+    backend, numbers = make_back_end("triton"), list[int]()
+    seconds_between = backend.seconds_between
+    backend.seconds_between = lambda marks: (numbers.append(len(marks)), seconds_between(marks))[1]  # type: ignore[method-assign]
+    engine = adaptive_engine(zoo, None, "thin", backend=backend, **AMPLE | {"prefill_chunk_size": 16, "speculation": "off"})
+    for prompt, params in ((range(5, 45), greedy(3)), (range(45, 85), greedy(3, prompt_logprobs=0))):
+        submit(engine, [list(prompt)], [params])
+        engine.step()
+    assert numbers == [1, 4] and engine.counters.num_emitted_tokens == 0
+
+
 @pytest.mark.parametrize("back_end", ["torch", "cpu", "triton"])
 def test_growth_ends_early_where_the_host_can_look(zoo: Zoo, back_end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     Machine(monkeypatch)

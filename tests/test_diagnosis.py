@@ -24,6 +24,7 @@ from titan.core.step_times import StepTimes
 from titan.diagnosis import bottlenecks
 from titan.engine import Engine
 from titan.kernels.triton.backend import TritonBackend
+from titan.verify import accept as accept_module
 
 Milliseconds = Callable[[int], float]
 """Of a pass of the target, by its rows."""
@@ -132,6 +133,17 @@ def test_the_time_of_steps_is_split(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -
     assert engine.metrics().recent.tokens_per_s == pytest.approx(2 / 9.996)
     clock.now += 0.1
     assert engine.metrics().recent.tokens_per_s == 0
+
+
+def test_logprobs_of_prompts_are_a_part_of_verification(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, FLAT)
+    engine = make_engine(zoo.path("llama"), num_kv_blocks=64)
+    clock.time(engine, FLAT, {"verify": 2})
+    clock.spend(accept_module, "prompt_logprobs", lambda *_: 8.0)
+    submit(engine, [[5, 6, 7]], [greedy(1, prompt_logprobs=0)])
+    engine.step()
+    split = engine.metrics().recent.split
+    assert (split.target, split.verify) == (pytest.approx(0.5), pytest.approx(0.5))
 
 
 def test_passes_of_prompts_are_the_targets_time_whenever_they_are_waited_for(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ from titan.draft.drafting import Drafting
 from titan.draft.histories import note_review, note_verification
 from titan.draft.registry import DraftSpec, open_drafter
 from titan.engine_metrics import EngineMeter
-from titan.execute.batch import split_logits, target_batch
+from titan.execute.batch import target_batch
 from titan.execute.memory_profile import run_largest_pass
 from titan.execute.pass_timer import PassTimer
 from titan.kernels.backend import choose_backend, choose_device
@@ -48,7 +48,6 @@ from titan.models.loader import Checkpoint, load_model, run_dtype
 from titan.schedule.admission import RequestLimits
 from titan.schedule.scheduler import Scheduler
 from titan.verify.accept import accept
-from titan.verify.logprobs import prompt_logprobs
 
 
 class _Passed(NamedTuple):
@@ -225,12 +224,10 @@ class Engine:
         timer.mark()
         batch = target_batch(plan, trees, block_size=self.kv.block_size)
         timer.mark()
-        logits, prompt_logits = split_logits(batch, self.runner.forward(batch), self.backend.upload)
+        logits = self.runner.forward(batch)
         timer.mark()
-        acceptance = accept(self.backend, plan, trees, batch.logits_start_loc, logits)
-        timer.finish(watch, has_results=bool(batch.logits_start_loc[-1]))
-        if prompt_logits is not None:
-            acceptance.prompt_logprobs.update(prompt_logprobs(plan, prompt_logits, self.backend.upload))
+        acceptance = accept(self.backend, plan, trees, batch, logits)
+        timer.finish(watch, has_results=len(batch.logits_rows) > 0)
         return _Passed(acceptance, trees.growth, report)
 
     def _commit(self, plan: StepPlan, passed: _Passed, watch: Stopwatch, is_part: bool) -> list[Request]:

@@ -10,40 +10,43 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from titan.core.arrays import Ints
+from titan.core.batch import RaggedBatch
 from titan.core.sampling_rows import SamplingRows
 from titan.core.step import Acceptance, StepPlan
-from titan.core.trees import DraftTrees
+from titan.core.trees import DraftTrees, Upload
 from titan.kernels.interfaces import Backend
-from titan.verify.logprobs import emitted_logprobs
+from titan.verify.logprobs import emitted_logprobs, prompt_logprobs
 from titan.verify.options import explain_row, looks_at_prefix, transform_rows
 
 
-def accept(backend: Backend, plan: StepPlan, trees: DraftTrees, start_loc: Ints, logits: Tensor) -> Acceptance:
-    """Choose the accepted path and the final token of every request of a step.
+def accept(backend: Backend, plan: StepPlan, trees: DraftTrees, batch: RaggedBatch, logits: Tensor) -> Acceptance:
+    """Choose the accepted path and the final token of every request of a step, and compute the logprobs that requests ask for.
 
     Args:
         backend: the one that computed the logits.
         plan: of the step.
         trees: one per row of the plan.
-        start_loc: int64 [rows of the plan + 1], prefix sums of the rows of logits per request.
-        logits: [L, vocab]; for each request its root, then its nodes.
+        batch: of the target's pass.
+        logits: [L, vocab], of the batch's rows: for each request its root, then its nodes; and those for the logprobs of prompts.
     """
-    requests, num_requests = plan.requests, len(plan.requests)
+    requests, num_requests, start_loc = plan.requests, len(plan.requests), batch.logits_start_loc
+    logits, of_prompts = _split_logits(batch, logits, backend.upload)
+    prompt_entries = {} if of_prompts is None else prompt_logprobs(plan, of_prompts, backend.upload)
     counts = start_loc[1:] - start_loc[:-1]
     rows = np.flatnonzero(counts)
     paths = [list[int]() for _ in requests]
     token_ids = [list[int]() for _ in requests]
+    errors: list[str | None] = [None] * num_requests
     if not len(rows):  # a step of prefill chunks
-        return Acceptance(DraftTrees.empty(num_requests), paths, token_ids, [None] * num_requests)
+        return Acceptance(DraftTrees.empty(num_requests), paths, token_ids, errors, prompt_logprobs=prompt_entries)
     host_trees: DraftTrees | None = None
     used = logits  # after transforms
-    errors = dict[int, str]()
+    of_processors = dict[int, str]()  # errors by row of the logits
     reached = rows.tolist()
     looking = [i for i in reached if looks_at_prefix(requests[i])]
     if looking:
         host_trees = trees.on_host(backend.download(trees.nodes)) if counts[looking].max() > 1 else None
-        used, errors = transform_rows(logits, requests, host_trees, start_loc, backend.upload)
+        used, of_processors = transform_rows(logits, requests, host_trees, start_loc, backend.upload)
     sampling = SamplingRows.of([(requests[i].params, requests[i].seed, requests[i].num_tokens) for i in reached])
     verified = backend.trees.verify(used, trees, rows, sampling)
 
@@ -51,7 +54,6 @@ def accept(backend: Backend, plan: StepPlan, trees: DraftTrees, start_loc: Ints,
         host_trees = DraftTrees.empty(num_requests)
     fetched = backend.download([*verified, *(trees.nodes if host_trees is None else ())])
     host_trees = host_trees or trees.on_host(fetched[2:])
-    acceptance = Acceptance(host_trees, paths, token_ids, [None] * num_requests)
     drafted, first_nodes = host_trees.nodes.token_ids.tolist(), host_trees.start_loc.tolist()
     lengths = (fetched[0] >= 0).sum(1).tolist()
     for i, nodes, length, final_token in zip(reached, fetched[0].tolist(), lengths, fetched[1].tolist(), strict=True):
@@ -61,6 +63,15 @@ def accept(backend: Backend, plan: StepPlan, trees: DraftTrees, start_loc: Ints,
             token_ids[i].append(final_token)
         else:
             last_row = int(start_loc[i]) + (1 + path[-1] if path else 0)
-            acceptance.errors[i] = errors.get(last_row) or explain_row(requests[i], logits[last_row], used[last_row])
-    acceptance.logprobs.update(emitted_logprobs(requests, start_loc, paths, token_ids, logits, backend.upload))
-    return acceptance
+            errors[i] = of_processors.get(last_row) or explain_row(requests[i], logits[last_row], used[last_row])
+    logprobs = emitted_logprobs(requests, start_loc, paths, token_ids, logits, backend.upload)
+    return Acceptance(host_trees, paths, token_ids, errors, logprobs, prompt_entries)
+
+
+def _split_logits(batch: RaggedBatch, logits: Tensor, upload: Upload) -> tuple[Tensor, Tensor | None]:
+    """Return the logits of roots and nodes, [any, vocab], and those that are only for the logprobs of prompts, if there are any."""
+    if batch.prompt_logits is None:
+        return logits, None
+    others = np.delete(np.arange(len(logits)), batch.prompt_logits)
+    rows, of_prompts = upload([others, batch.prompt_logits])
+    return logits.index_select(0, rows), logits.index_select(0, of_prompts)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,7 +74,8 @@ def run_accept(
     """Of requests with so many rows of logits each."""
     counts = [tree.num_nodes for tree in step_trees]
     plan = StepPlan(list(requests), [1] * len(requests), counts, counts)
-    return accept(BACKEND, plan, host_trees(step_trees), np.cumsum([0, *num_logits]), logits)
+    batch: Any = SimpleNamespace(logits_start_loc=np.cumsum([0, *num_logits]), prompt_logits=None)
+    return accept(BACKEND, plan, host_trees(step_trees), batch, logits)
 
 
 def target_logits(request: Request, prefix: Sequence[int]) -> Tensor:

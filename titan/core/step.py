@@ -106,6 +106,11 @@ class StepPlan:
         rows = enumerate(zip(self.requests, self.num_tokens, strict=True))
         return [i for i, (request, count) in rows if request.num_computed_tokens + count == len(request.token_ids)]
 
+    @property
+    def has_results(self) -> bool:
+        """Whether the host looks at what the passes compute: at tokens, or at the logprobs of prompts."""
+        return bool(self.emitting_rows()) or any(map(Request.prompt_logits, self.requests, self.num_tokens))
+
     def reaches_root(self, i: int) -> bool:
         """Whether row ``i`` feeds the request's last committed token, so that it emits tokens."""
         request = self.requests[i]

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
-from torch import Tensor
-
 from titan.core.batch import RaggedBatch, join_rows
 from titan.core.step import StepPlan
-from titan.core.trees import DraftTrees, Upload
+from titan.core.trees import DraftTrees
 
 
 def target_batch(plan: StepPlan, trees: DraftTrees, *, block_size: int) -> RaggedBatch:
@@ -21,12 +18,3 @@ def target_batch(plan: StepPlan, trees: DraftTrees, *, block_size: int) -> Ragge
         positions = range(0) if request.prompt_logprobs is None else request.prompt_logits(num_tokens)
         prompt_logits.append(range(positions.start - start, positions.stop - start) if positions else positions)
     return join_rows(plan.block_table, starts, row_tokens, needs_logits, prompt_logits, trees=trees, block_size=block_size)
-
-
-def split_logits(batch: RaggedBatch, logits: Tensor, upload: Upload) -> tuple[Tensor, Tensor | None]:
-    """Return the logits of roots and nodes, [any, vocab], and those that are only for the logprobs of prompts, if there are any."""
-    if batch.prompt_logits is None:
-        return logits, None
-    others = np.delete(np.arange(len(logits)), batch.prompt_logits)
-    rows, of_prompts = upload([others, batch.prompt_logits])
-    return logits.index_select(0, rows), logits.index_select(0, of_prompts)

@@ -24,7 +24,7 @@ class PassTimer:
 
     def start(self, plan: StepPlan, watch: Stopwatch) -> None:
         """Begin the first part; if the plan has results, wait for earlier launches, so that they are not timed as this step's."""
-        if self.pending is not None and plan.emitting_rows():
+        if self.pending is not None and plan.has_results:
             self._wait(self._backend.mark(), watch)
         self._marks = [self._backend.mark()]
 
