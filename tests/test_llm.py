@@ -382,6 +382,18 @@ def test_outputs_are_the_callers_own(zoo: Zoo) -> None:
     assert [output.metrics.num_emitted_tokens for output in outputs] == [1, 2, 3, 4]
 
 
+def test_texts_of_logprobs_are_filled_in_once(zoo: Zoo) -> None:
+    llm, num_seen = LLM(zoo.path("llama+text"), **CPU), 0
+    for output in llm.stream([9, 8, 7, 6], greedy(4, ignore_eos=True, logprobs=1, prompt_logprobs=1)):
+        entries = [*filter(None, output.prompt_logprobs or ()), *(output.outputs[0].logprobs or ())]
+        logprobs = [each for entry in entries for each in entry.values()]
+        texts = [each.decoded_token for each in logprobs]
+        assert texts.count("seen") == num_seen < len(texts) and None not in texts
+        for each in logprobs:
+            each.decoded_token = "seen"
+        num_seen = len(texts)
+
+
 def test_the_tokenizer_is_asked_once_for_a_word_or_a_token(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(zoo.path("llama+text"), **CPU)
     asked = {name: Mock(wraps=getattr(llm.frontend.tokenizer, name)) for name in ("encode", "decode")}

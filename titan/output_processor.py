@@ -81,12 +81,14 @@ class OutputProcessor:
 
     def _decode_logprobs(self, request: Request) -> None:
         """Fill in the token text of the logprobs added since the last call."""
+        of_prompt, of_output, first = request.prompt_logprobs or [], request.logprobs or [], request.num_decoded_logprobs
+        new = [*of_prompt[first:], *of_output[max(first - len(of_prompt), 0) :]]
         if self._tokenizer is not None and request.params.detokenize:
             with fail_if_unreadable(request, self._fail):
-                for entry in request.new_logprobs():
+                for entry in filter(None, new):
                     for token_id, logprob in entry.items():
                         logprob.decoded_token = self._token_text(token_id)
-        request.add_up_logprobs()  # last: if this is interrupted, the next output has them
+        request.num_decoded_logprobs += len(new)  # last: if this is interrupted, the next output has them
 
     def _fail(self, request: Request, error: str) -> None:
         """End a request with an error; the scheduler has to end one that still runs."""

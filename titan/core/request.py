@@ -78,10 +78,9 @@ class Request:
     error: str | None = None  # why the request was aborted or failed
     logprobs: list[dict[int, Logprob]] | None = field(init=False)  # of each output token, if requested
     prompt_logprobs: list[dict[int, Logprob] | None] | None = field(init=False)  # of each prompt token, at the first sibling
-    cumulative_logprob: float = field(default=0.0, init=False)  # sum over the output tokens that `add_up_logprobs` has added
-    _num_read_logprobs: int = field(default=0, init=False)
-    _num_read_prompt_logprobs: int = field(default=0, init=False)
-    _token_array: Ints = field(default_factory=partial(np.empty, 0, np.int64), init=False)  # with room for more tokens
+    cumulative_logprob: float = field(default=0.0, init=False)  # sum over the output tokens, if requested
+    num_decoded_logprobs: int = field(default=0, init=False)  # entries whose tokens have their text, those of the prompt first
+    _token_array: Ints = field(default_factory=lambda: np.empty(0, np.int64), init=False)  # with room for more tokens
     _num_converted: int = field(default=0, init=False)  # tokens in it
     _distinct_prompt_ids: Ints | None = field(default=None, init=False)
 
@@ -170,21 +169,13 @@ class Request:
         start = self.num_computed_tokens
         return range(max(start, len(self.prompt_logprobs) - 1), min(start + num_tokens, self.num_prompt_tokens - 1))
 
-    def new_logprobs(self) -> list[dict[int, Logprob]]:
-        """Return the logprobs of tokens, of prompt and output, that were added since `add_up_logprobs` was called last."""
-        of_prompt, of_output = self.prompt_logprobs or [], self.logprobs or []
-        new = [entry for entry in of_prompt[self._num_read_prompt_logprobs :] if entry is not None]
-        return new + of_output[self._num_read_logprobs :]
-
-    def add_up_logprobs(self) -> None:
-        """Add the new ones of output tokens to the cumulative logprob: in full, or not at all if this is interrupted."""
-        num_of_prompt, of_output = len(self.prompt_logprobs or ()), self.logprobs or []
-        first, cumulative = self._num_read_logprobs, self.cumulative_logprob
-        for token_id, entry in zip(self.token_ids[self.num_prompt_tokens + first :], of_output[first:], strict=False):
-            cumulative += entry[token_id].logprob
-        num_of_output = len(of_output)
-        self.cumulative_logprob = cumulative
-        self._num_read_prompt_logprobs, self._num_read_logprobs = num_of_prompt, num_of_output
+    def add_logprobs(self, entries: list[dict[int, Logprob]]) -> None:
+        """Add the logprobs of the last output tokens, an entry each."""
+        assert self.logprobs is not None, "called if they are requested"
+        token_ids = self.token_ids[self.num_prompt_tokens + len(self.logprobs) :]
+        for token_id, entry in zip(token_ids, entries, strict=True):
+            self.cumulative_logprob += entry[token_id].logprob
+        self.logprobs += entries
 
     @property
     def is_finished(self) -> bool:

@@ -253,7 +253,7 @@ class Scheduler:
                 num_emitted = append_tokens(request, token_ids)
                 self.policy.serve(request, 0, num_emitted)
                 if request.logprobs is not None:
-                    request.logprobs += acceptance.logprobs[i][:num_emitted]
+                    request.add_logprobs(acceptance.logprobs[i][:num_emitted])
                 if request.metrics.first_token_time is None:
                     request.metrics.first_token_time = now
                 own_proposed = depths[first_nodes[i] : first_nodes[i + 1]]
