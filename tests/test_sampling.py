@@ -136,6 +136,14 @@ def test_temperatures_that_float32_cannot_hold_are_greedy() -> None:
     assert not SamplingParams(temperature=1e-40).is_greedy
 
 
+@pytest.mark.parametrize(
+    "cuts", [{}, {"top_k": 7}, {"top_k": 8}, {"top_k": -1}, {"top_p": 0.9}, {"top_p": 1 - 1e-9}, {"min_p": 0.1}, {"min_p": 1e-60}]
+)
+def test_params_and_rows_agree_on_what_is_cut(cuts: dict[str, Any]) -> None:
+    params = SamplingParams(**cuts)
+    assert params.has_cuts(8) == SamplingRows.of([(params, 0, 0)]).is_cut(8).item()
+
+
 def test_samples_at_the_ends_of_the_distribution_are_possible_tokens() -> None:
     probs = torch.tensor([[0, 0, 0.25, 0, 0.5, 0.25, 0, 0]])
     tiny = 2.0**-53

@@ -93,15 +93,16 @@ class CompiledRunner(TorchRunner):
 
     def grow(self, feeds: Sequence[Feed], num_rows: int, vocab_size: int) -> DraftTrees:
         feeds = sorted(feeds, key=attrgetter("row"))  # the order of the trees
-        if not self._is_compiled(feeds):
+        if not self._is_compiled(feeds, vocab_size):
             return grow_by_passes(self.forward, self.backend, feeds, num_rows, vocab_size, self.kv.block_size)
         return self._grow(feeds, num_rows, vocab_size)
 
-    def _is_compiled(self, feeds: Sequence[Feed]) -> bool:
+    def _is_compiled(self, feeds: Sequence[Feed], vocab_size: int) -> bool:
         """Whether there are trees, and all are beams, or shapes whose samples are from uncut distributions."""
         specs = [feed.spec for feed in feeds if feed.spec is not None]
         return bool(specs) and all(
-            isinstance(spec, BeamSpec) or (isinstance(spec, ShapeSpec) and not (spec.params is not None and spec.params.has_cuts))
+            isinstance(spec, BeamSpec)
+            or (isinstance(spec, ShapeSpec) and not (spec.params is not None and spec.params.has_cuts(vocab_size)))
             for spec in specs
         )
 

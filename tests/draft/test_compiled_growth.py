@@ -170,6 +170,13 @@ def test_cuts_are_left_to_pytorch(zoo: Zoo, kind: str, calls: list[str]) -> None
     assert_grown(twins, twins.feeds(LEFT_TO_PYTORCH[kind]), calls, "general")
 
 
+def test_cuts_that_remove_nothing_are_none(zoo: Zoo, calls: list[str]) -> None:
+    """As many tokens as there are, and shares that are 1 or 0 in float32."""
+    twins = GrowthTwins(zoo.path("other"), 131, make_back_end("cpu"))
+    specs = [sampled(BUSHY, 0, top_k=131), sampled(LINE, 1, top_p=1 - 1e-9), sampled(WIDE, 2, top_k=10**6, min_p=1e-60)]
+    assert_grown(twins, twins.feeds(specs), calls, "compiled")
+
+
 @pytest.mark.parametrize("kind", ["chains", "beams", "all kinds"])
 def test_a_tree_does_not_depend_on_its_neighbours(zoo: Zoo, kind: str) -> None:
     """Bit by bit."""
