@@ -52,6 +52,7 @@ class DraftPolicy:
         self._stops_early = stops_early
         self.width = max(2, max_draft_tokens // 8)
         self.beam_depth = min(max_draft_tokens, 6 + max_draft_tokens // 8, 1 + MAX_NODES // self.width)
+        self._wide_slots = [self._beam(budget, 1.0).num_slots for budget in range(max_draft_tokens + 1)]  # of wide beams, by budget
 
     def stops_early(self, request: Request) -> bool:
         """Whether a request's trees have scores, by which they may end where they do not pay."""
@@ -108,7 +109,7 @@ class DraftPolicy:
         """Return how many slots after the root a request's tree needs to grow best; for a wide beam, more than its budget."""
         if budget <= 1 or self.fixed_shape is not None or self._is_narrow(budget) or self.is_sampled(request):
             return budget
-        return max(budget, self._beam(budget, score_temperature(request)).num_slots)
+        return max(budget, self._wide_slots[budget])
 
     def _beam(self, budget: int, temperature: float, worth: Worth | None = None) -> BeamSpec:
         return BeamSpec(budget, min(budget, self.beam_depth), self.width, self.width + 1, temperature, worth)
