@@ -64,38 +64,21 @@ void softmax_row(const T* logits, float temperature, float* probs, int64_t size)
   for (int64_t i = 0; i < size; ++i) probs[i] *= scale;
 }
 
-// Return the index of the largest entry, the first of ties; -1 if it is not finite or an entry is NaN.
+// Find the largest entries of a row, in descending order, ties in their order in the row; return whether none is NaN.
 template <typename T>
-int64_t argmax_row(const T* logits, int64_t size) {
-  float largest = kMinusInfinity;
-  int64_t place = 0; // where the chunk of the first of the largest entries begins
-  int has_nan = 0;
-  for (int64_t start = 0; start < size; start += kChunk) {
-    const int64_t end = std::min(start + kChunk, size);
-    float most = kMinusInfinity;
-#pragma omp simd reduction(max : most) reduction(| : has_nan)
-    for (int64_t i = start; i < end; ++i) {
-      const float x = widen(logits[i]);
-      most = std::max(most, x);
-      has_nan |= x != x;
-    }
-    if (most > largest) largest = most, place = start;
-  }
-  if (has_nan || !std::isfinite(largest)) return -1;
-  while (widen(logits[place]) != largest) ++place;
-  return place;
-}
-
-// Find the largest entries of a row, in descending order, ties in their order in the row.
-template <typename T>
-void largest_entries(const T* logits, int64_t* tokens, float* values, int64_t count, int64_t size) {
+bool largest_entries(const T* logits, int64_t* tokens, float* values, int64_t count, int64_t size) {
   std::fill_n(tokens, count, 0);
   std::fill_n(values, count, kMinusInfinity);
+  int has_nan = 0;
   for (int64_t start = 0; start < size; start += kSearched) {
     const int64_t end = std::min(start + kSearched, size);
     float largest = kMinusInfinity;
-#pragma omp simd reduction(max : largest)
-    for (int64_t i = start; i < end; ++i) largest = std::max(largest, widen(logits[i]));
+#pragma omp simd reduction(max : largest) reduction(| : has_nan)
+    for (int64_t i = start; i < end; ++i) {
+      const float x = widen(logits[i]);
+      largest = std::max(largest, x);
+      has_nan |= x != x;
+    }
     if (!(largest > values[count - 1])) continue;
     for (int64_t i = start; i < end; ++i) {
       const float x = widen(logits[i]);
@@ -109,6 +92,15 @@ void largest_entries(const T* logits, int64_t* tokens, float* values, int64_t co
       values[place] = x;
     }
   }
+  return !has_nan;
+}
+
+// Return the index of the largest entry, the first of ties; -1 if it is not finite or an entry is NaN.
+template <typename T>
+int64_t argmax_row(const T* logits, int64_t size) {
+  int64_t token;
+  float largest;
+  return largest_entries(logits, &token, &largest, 1, size) && std::isfinite(largest) ? token : -1;
 }
 
 // Find the largest entries of a row and their log-probabilities at a temperature.
@@ -121,35 +113,27 @@ void best_children_row(const T* logits, float temperature, int64_t* tokens, floa
   for (int64_t i = 0; i < count; ++i) logprobs[i] = (logprobs[i] - largest) / temperature - log_total;
 }
 
-double sum_chunk(const float* probs, int64_t begin, int64_t end) {
-  double sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = begin; i < end; ++i) sum += static_cast<double>(probs[i]);
-  return sum;
-}
-
-// Return the first entry at which the running sum exceeds `uniform` times the total.
+// Return the first entry at which the running sum exceeds `uniform` times the total; 0 if no entry is above 0.
 int64_t draw_row(const float* probs, double uniform, int64_t size) {
-  double total = 0;
-  for (int64_t start = 0; start < size; start += kChunk) total += sum_chunk(probs, start, std::min(start + kChunk, size));
-  const double height = std::min(uniform * total, std::nextafter(total, 0.0));
-  double sum = 0;
-  for (int64_t start = 0; start < size; start += kChunk) {
+  const auto sum_chunk = [=](int64_t start) {
     const int64_t end = std::min(start + kChunk, size);
-    const double chunk = sum_chunk(probs, start, end);
-    if (sum + chunk > height) {
-      double inside = 0;
-      int64_t last = start; // the last entry above 0, in case rounding leaves the sum short
-      for (int64_t i = start; i < end; ++i) {
-        inside += static_cast<double>(probs[i]);
-        if (probs[i] > 0) last = i;
-        if (sum + inside > height) return i;
-      }
-      return last;
-    }
-    sum += chunk;
+    double sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = start; i < end; ++i) sum += static_cast<double>(probs[i]);
+    return sum;
+  };
+  double total = 0, before = 0, inside = 0; // of all, before the chunk of that entry, and inside of it
+  for (int64_t start = 0; start < size; start += kChunk) total += sum_chunk(start);
+  const double height = std::min(uniform * total, std::nextafter(total, 0.0));
+  int64_t i = 0, last = 0; // the last entry above 0, in case rounding leaves the sum short
+  for (double sum; i < size; i += kChunk, before = sum)
+    if ((sum = before + sum_chunk(i)) > height) break;
+  for (const int64_t end = std::min(i + kChunk, size); i < end; ++i) {
+    inside += static_cast<double>(probs[i]);
+    if (probs[i] > 0) last = i;
+    if (before + inside > height) return i;
   }
-  return 0; // no entry is above 0
+  return last;
 }
 
 // Sample a token per child without replacement; -1 where no token is left.
