@@ -200,11 +200,12 @@ inline int64_t nearest_ancestors(int64_t bits, int64_t window) {
   return bits;
 }
 
-// Cap scores: softcap * tanh(factor * score / softcap). Not inline, so that the loops of layers without a cap stay short.
+// Cap scores: softcap * tanh(factor * score / softcap), where tanh(x) is 2 * sigmoid(2 * x) - 1. Not inline, so that the loops of layers
+// without a cap stay short.
 [[gnu::noinline]] void cap_scores(float* scores, int64_t count, float factor, float softcap) {
-  const float inverse = factor / softcap;
+  const float twice = 2.0f * factor / softcap;
 #pragma omp simd
-  for (int64_t j = 0; j < count; ++j) scores[j] = softcap * hyperbolic_tangent(scores[j] * inverse);
+  for (int64_t j = 0; j < count; ++j) scores[j] = softcap * (2.0f * sigmoid(scores[j] * twice) - 1.0f);
 }
 
 // Mask the scores of those slots of a tile that a row does not see.

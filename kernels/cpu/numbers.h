@@ -215,18 +215,6 @@ inline float exponential(float argument) {
   return argument < -87.0f ? 0.0f : y * reinterpret<float>(power);
 }
 
-// tanh(x), within 2 ulp: a polynomial near 0 (Cephes, tanhf), else from exp(-2 |x|).
-inline float hyperbolic_tangent(float x) {
-  const float square = x * x;
-  float y = -5.70498872745e-3f;
-  y = y * square + 2.06390887954e-2f;
-  y = y * square - 5.37397155531e-2f;
-  y = y * square + 1.33314422036e-1f;
-  y = y * square - 3.33332819422e-1f;
-  const float e = exponential(-2.0f * std::fabs(x)), size = (1.0f - e) / (1.0f + e);
-  return std::fabs(x) < 0.625f ? y * square * x + x : x >= 0 ? size : -size; // NaN stays
-}
-
 inline float sigmoid(float x) {
   const float e = exponential(-std::fabs(x));
   return (x >= 0 ? 1.0f : e) / (1.0f + e);
