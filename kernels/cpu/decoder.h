@@ -90,8 +90,8 @@ inline void with_weights(int64_t are_wide, const Work& work) {
 template <typename T>
 void run_norm(Team* team, const T* x, const void* weight, int64_t is_wide, T* output, int64_t num_rows, int64_t size, float eps) {
   with_weights<T>(is_wide, [&]<typename W>(W) {
-    run(team, num_rows * size,
-        [&](Member& member) { rms_norm(member, x, static_cast<const W*>(weight), output, num_rows, size, eps); });
+    const auto norm = [&](Member& member) { rms_norm(member, x, static_cast<const W*>(weight), output, num_rows, size, eps); };
+    team->run(norm, num_rows * size);
   });
 }
 
@@ -144,8 +144,8 @@ void run_rope(Team* team, const DecoderLayer& layer, int64_t is_wide, T* qkv, co
               int64_t num_tokens, float eps) {
   const AttentionSpec& heads = layer.attention;
   with_weights<T>(is_wide, [&]<typename W>(W) {
-    run(team, num_tokens * (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim,
-        [&](Member& member) { rope_and_write_kv<T, W>(member, layer, qkv, positions, slots, num_tokens, eps); });
+    const int64_t size = num_tokens * (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim;
+    team->run([&](Member& member) { rope_and_write_kv<T, W>(member, layer, qkv, positions, slots, num_tokens, eps); }, size);
   });
 }
 

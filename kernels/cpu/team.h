@@ -16,14 +16,14 @@ namespace {
 
 constexpr int64_t kChunkSize = 16384;   // least elements of a chunk that is worth sharing
 constexpr int64_t kChunksPerThread = 8; // most chunks of a phase for each thread: an uneven end costs an eighth
-constexpr int kSpins = 2000;            // of a thread that waits before it lets others have its core, some 50 microseconds
+constexpr int kSpins = 2000;            // of a thread that waits before it lets others have its core, 50 to 100 microseconds
 constexpr int kYields = 4000;           // of it before it sleeps, some milliseconds: steps follow one another
 
 inline void pause_thread() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
-  asm volatile("yield");
+  asm volatile("isb"); // `yield` takes no time on most
 #endif
 }
 
@@ -81,10 +81,10 @@ public:
 
   int64_t num_threads() const { return num_threads_; }
 
-  // Run `body(member)` on all threads that are free; return when it has returned on each of them.
+  // Run `body(member)` on all threads that are free, or of few elements on this one; return when it has returned on each of them.
   template <typename Body>
-  void run(const Body& body) {
-    if (num_threads_ == 1 || is_forked()) {
+  void run(const Body& body, int64_t size = std::numeric_limits<int64_t>::max()) {
+    if (size <= kChunkSize || num_threads_ == 1 || is_forked()) {
       Member member(*this, true);
       return body(member);
     }
@@ -134,10 +134,11 @@ private:
   const void* body_ = nullptr;
   void (*call_)(const void*, Member&) = nullptr;
   std::atomic<bool> is_closing_{false};
-  alignas(64) std::atomic<uint32_t> job_{0};    // odd while a job is open to threads
-  alignas(64) std::atomic<uint32_t> inside_{0}; // threads that may look at the job, besides the one that called `run`
-  alignas(64) std::atomic<uint64_t> ticket_{0}; // the phase of the job, and its next chunk
-  alignas(64) std::atomic<uint32_t> finished_{0}; // chunks of all phases so far
+  // each on lines of its own: processors fetch two at a time
+  alignas(128) std::atomic<uint32_t> job_{0};    // odd while a job is open to threads
+  alignas(128) std::atomic<uint32_t> inside_{0}; // threads that may look at the job, besides the one that called `run`
+  alignas(128) std::atomic<uint64_t> ticket_{0}; // the phase of the job, and its next chunk
+  alignas(128) std::atomic<uint32_t> finished_{0}; // chunks of all phases so far
 };
 
 template <typename Work>
@@ -164,21 +165,10 @@ void Member::share(int64_t count, int64_t size, const Work& work) {
   team_.ticket_.compare_exchange_strong(expected, static_cast<uint64_t>(phase_) << 32, std::memory_order_acq_rel);
 }
 
-// Run `body(member)` on the calling thread alone if it has little to do, else on all threads that are free.
-template <typename Body>
-void run(Team* team, int64_t size, const Body& body) {
-  if (size <= kChunkSize) {
-    Member member(*team, true);
-    body(member);
-  } else {
-    team->run(body);
-  }
-}
-
 // Share the work of a single phase; there is nothing to share of a single call.
 template <typename Work>
 void share(Team* team, int64_t count, int64_t size, const Work& work) {
-  run(team, count > 1 ? count * size : 0, [&](Member& member) { member.share(count, size, work); });
+  team->run([&](Member& member) { member.share(count, size, work); }, count > 1 ? count * size : 0);
 }
 
 // Return null if the system does not have so many threads.
