@@ -115,7 +115,7 @@ void linear(Member& member, const Weight& weight, const T* x, int64_t num_rows, 
 template <typename T>
 void run_linear(Team* team, const Weight& weight, const T* x, int64_t num_rows, const T* residual, T* output) {
   static thread_local WorkingMemory memory;
-  Line* room = memory.lines(linear_lines<T>(weight, num_rows));
+  Line* room = memory.room_for<Line>(linear_lines<T>(weight, num_rows));
   team->run([&](Member& member) { linear(member, weight, x, num_rows, residual, output, room); });
   memory.give_back();
 }
