@@ -126,15 +126,6 @@ inline int64_t select_tree(const Candidate* candidates, int64_t c, int64_t max_n
   return count;
 }
 
-// Select the trees of n requests from c candidates each, see `select_tree`; places that no candidate is left for are empty.
-inline void select_trees(const Candidate* candidates, int64_t num_requests, int64_t c, const int64_t* first_nodes,
-                         const int64_t* num_places, const NodeColumns& nodes) {
-  for (int64_t i = 0; i < num_requests; ++i) {
-    int64_t node = select_tree(candidates + i * c, c, num_places[i], first_nodes[i], nodes);
-    for (; node < num_places[i]; ++node) write_node(nodes, first_nodes[i], node, {-1, kMinusInfinity, -1, -1}, -2);
-  }
-}
-
 // A node that is fed, so that its children can be chosen.
 struct Fed {
   int64_t request;

@@ -33,7 +33,6 @@ const void* find(std::string_view name) {
       {"softmax", at(softmax<T>)},
       {"best_children", at(best_children<T>)},
       {"draw_children", at(draw_children)},
-      {"select_trees", at(select_trees)},
       {"verify_trees", at(verify_trees<T>)},
       {"grow", at(grow<T>)},
   };

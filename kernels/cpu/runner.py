@@ -24,12 +24,12 @@ from titan.kernels.cpu.structs import (
     DecoderStruct,
     GrowingStruct,
     LayerStruct,
+    NodeColumnsStruct,
     PassStruct,
     layer_struct,
     plan_struct,
     shape_struct,
 )
-from titan.kernels.cpu.trees import NodeColumnsStruct
 from titan.kernels.cpu.weights import is_packed, weight_struct
 from titan.kernels.growth import grow_by_passes
 from titan.kernels.interfaces import Backend, Model

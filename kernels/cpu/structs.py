@@ -14,8 +14,8 @@ from titan.core.attention import AttentionSpec, Chunk, LayerSpec, window_length
 from titan.core.batch import AttentionLayout
 from titan.core.growth import ShapePlan
 from titan.core.kv_tensor import SCALE_BYTES
+from titan.core.trees import NodeColumns
 from titan.kernels.cpu.compiled import FLOAT, INT, POINTER, address
-from titan.kernels.cpu.trees import NodeColumnsStruct
 from titan.kernels.cpu.weights import WeightStruct
 
 LAYER_NORMS = ("input_norm", "gate_up_norm", "output_norm", "down_norm", "qk_norm", "row_norm")
@@ -123,6 +123,12 @@ TREE_GROWTH = np.dtype(
     align=True,
 )
 """``TreeGrowth`` of the C++; ``shape`` is the address of a `TreeShapeStruct`, or 0."""
+
+
+class NodeColumnsStruct(ctypes.Structure):
+    """``NodeColumns`` of the C++."""
+
+    _fields_ = [(name, POINTER) for name in NodeColumns._fields]
 
 
 class GrowingStruct(ctypes.Structure):

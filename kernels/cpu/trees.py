@@ -1,30 +1,19 @@
-"""Selection and verification of draft trees in the C++ of this folder; see `titan.kernels.interfaces.TreeOps`."""
+"""Verification of draft trees in the C++ of this folder; see `titan.kernels.interfaces.TreeOps`."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from titan.core.arrays import Ints
 from titan.core.sampling_rows import OPTIONS, SamplingRows
-from titan.core.trees import DraftTrees, NodeColumns, Upload, allocate_nodes
+from titan.core.trees import DraftTrees, Upload
 from titan.kernels.cpu.compiled import BOOL, COMPILED_DTYPES, INT, POINTER, CompiledKernels, address
 from titan.kernels.cpu.sampling import CompiledSampling, readable
-from titan.kernels.interfaces import Candidates, Verified
-from titan.kernels.tree_places import place_trees, with_draft_probs
-
-CANDIDATE = np.dtype([("token", "i8"), ("score", "f4"), ("parent_slot", "i4"), ("slot", "i4")], align=True)
-"""``Candidate`` of the C++."""
-
-
-class NodeColumnsStruct(ctypes.Structure):
-    """``NodeColumns`` of the C++."""
-
-    _fields_ = [(name, POINTER) for name in NodeColumns._fields]
+from titan.kernels.interfaces import Verified
+from titan.kernels.torch.trees import TorchTrees
 
 
 class TreesStruct(ctypes.Structure):
@@ -37,7 +26,7 @@ class TreesStruct(ctypes.Structure):
     ]
 
 
-class CompiledTrees:
+class CompiledTrees(TorchTrees):
     """See `titan.kernels.interfaces.TreeOps`.
 
     Args:
@@ -47,28 +36,8 @@ class CompiledTrees:
     """
 
     def __init__(self, kernels: CompiledKernels, sampling: CompiledSampling, upload: Upload) -> None:
-        self._sampling = sampling
-        self._upload = upload
-        self._select = kernels.plain_function("select_trees", None)
+        super().__init__(sampling, upload)
         self._verify = {dtype: kernels.function("verify_trees", dtype, POINTER, INT, POINTER) for dtype in COMPILED_DTYPES}
-
-    def select(self, found: Sequence[Candidates], num_rows: int) -> DraftTrees:
-        start_loc, is_chain, is_sampled, has_scores = place_trees(found, num_rows)
-        trees = DraftTrees(start_loc, is_chain, is_sampled, has_scores, allocate_nodes(int(start_loc[-1]), None))
-        struct = NodeColumnsStruct(*(column.data_ptr() for column in trees.nodes))
-        for each in found:
-            candidates = np.empty(each.token_ids.shape, CANDIDATE)
-            columns = each.token_ids, each.scores, each.parent_slots, each.slots
-            for name, column in zip(CANDIDATE.fields or (), columns, strict=True):
-                candidates[name] = column.numpy()
-            first_nodes, num_nodes = start_loc[each.rows], np.ascontiguousarray(each.num_nodes)
-            self._select(
-                POINTER(address(candidates, CANDIDATE)),
-                *map(INT, candidates.shape),
-                *(POINTER(address(each)) for each in (first_nodes, num_nodes)),
-                ctypes.byref(struct),
-            )
-        return with_draft_probs(trees, found, self._upload)
 
     def verify(self, logits: Tensor, trees: DraftTrees, rows: Ints, sampling: SamplingRows) -> Verified:
         holds_probs = bool(sampling.is_cut(logits.shape[1]).any())
