@@ -86,11 +86,17 @@ struct Candidate {
   int32_t slot;        // where the node itself is fed; -1 if it is not
 };
 
-// Order candidates of one array: greater scores first, of equal ones the earlier first, those that are not finite last.
-inline bool is_better(const Candidate* a, const Candidate* b) {
-  const float x = a->score, y = b->score;
-  if (std::isfinite(x) != std::isfinite(y)) return std::isfinite(x);
-  return std::isfinite(x) && x != y ? x > y : a < b;
+// Return the `count` best candidates from `begin` on, or as many as are finite: greater scores first, of equal ones the earlier first.
+inline std::vector<const Candidate*> best_candidates(const std::vector<Candidate>& candidates, size_t begin, int64_t count) {
+  std::vector<const Candidate*> best;
+  best.reserve(candidates.size() - begin);
+  for (size_t i = begin; i < candidates.size(); ++i)
+    if (std::isfinite(candidates[i].score)) best.push_back(&candidates[i]);
+  count = std::min<int64_t>(count, best.size());
+  std::partial_sort(best.begin(), best.begin() + count, best.end(),
+                    [](const Candidate* a, const Candidate* b) { return a->score != b->score ? a->score > b->score : a < b; });
+  best.resize(count);
+  return best;
 }
 
 // Write one node to its place; its parent must have been written.
@@ -103,20 +109,17 @@ inline void write_node(const NodeColumns& nodes, int64_t first, int64_t node, co
   nodes.draft_slots[first + node] = candidate.slot;
 }
 
-// Write the best ancestor-closed set of at most max_nodes of c candidates, the path of first children first, see
+// Write the best ancestor-closed set of at most max_nodes candidates, the path of first children first, see
 // `titan/kernels/torch/trees.py`; return the number of its nodes.
-inline int64_t select_tree(const Candidate* candidates, int64_t c, int64_t max_nodes, int64_t first, const NodeColumns& nodes) {
-  std::vector<const Candidate*> best, order, others; // `order`: the main path, then the others
-  for (int64_t j = 0; j < c; ++j)
-    if (std::isfinite(candidates[j].score)) best.push_back(candidates + j);
-  const int64_t count = std::min<int64_t>(max_nodes, best.size());
-  std::partial_sort(best.begin(), best.begin() + count, best.end(), is_better);
-  for (int64_t j = 0; j < count; ++j) {
+inline int64_t select_tree(const std::vector<Candidate>& candidates, int64_t max_nodes, int64_t first, const NodeColumns& nodes) {
+  std::vector<const Candidate*> order, others; // the main path, then the others
+  for (const Candidate* each : best_candidates(candidates, 0, max_nodes)) {
     const int32_t end = order.empty() ? -1 : order.back()->slot;
-    const bool goes_on = best[j]->parent_slot == end && (order.empty() || end >= 0);
-    (goes_on ? order : others).push_back(best[j]);
+    const bool goes_on = each->parent_slot == end && (order.empty() || end >= 0);
+    (goes_on ? order : others).push_back(each);
   }
   order.insert(order.end(), others.begin(), others.end());
+  const int64_t count = order.size();
   for (int64_t node = 0; node < count; ++node) {
     int32_t parent = -1;
     for (int64_t other = 0; order[node]->parent_slot >= 0 && other < node; ++other)
@@ -305,14 +308,11 @@ private:
       }
     }
     if (depth >= growth.depth) return;
-    std::vector<const Candidate*> best(mine.size() - begin);
-    std::iota(best.begin(), best.end(), mine.data() + begin);
-    const int64_t width = std::min<int64_t>(growth.width, best.size());
-    std::partial_sort(best.begin(), best.begin() + width, best.end(), is_better);
-    for (int64_t j = 0; j < width; ++j) {
+    const auto best = best_candidates(mine, begin, growth.width);
+    for (size_t j = 0; j < best.size(); ++j) {
       const float value = agreement * std::exp(best[j]->score);
       const float profit = value * worth.acceptance - (worth.node_price + worth.row_price);
-      if (!(profit > 0)) break; // nor are those after it, whose scores are lower or not finite
+      if (!(profit > 0)) break; // nor are those after it, whose scores are lower
       const int32_t slot = static_cast<int32_t>((depth - 1) * growth.width + j);
       const int64_t place = best[j] - mine.data(), bits = fed_[first + (place - begin) / k].bits | int64_t{1} << slot;
       next_.push_back({request, place, best[j]->token, bits, slot, profit});
@@ -322,8 +322,7 @@ private:
   // Write the tree of a request after those of the requests before it.
   void finish(int64_t request) {
     const TreeGrowth& growth = growing_.growths[request];
-    const std::vector<Candidate>& found = candidates_[request];
-    const int64_t first = num_nodes_, count = select_tree(found.data(), found.size(), growth.max_nodes, first, growing_.nodes);
+    const int64_t first = num_nodes_, count = select_tree(candidates_[request], growth.max_nodes, first, growing_.nodes);
     growing_.counts[growth.row] = count;
     for (int64_t node = 0; node < count; ++node)
       if (growing_.nodes.parents[first + node] != node - 1) growing_.is_chain[growth.row] = false;
