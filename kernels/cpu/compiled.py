@@ -56,11 +56,22 @@ class CompiledKernels:
         return lambda *values: function(self.team, *values)  # the threads live as long as it does
 
     def plain_function(self, name: str, dtype: torch.dtype | None, *arguments: Any, result: Any = None) -> Any:
-        """Return, likewise, a function that does not take the threads as its first argument, and may have a result."""
+        """Return, likewise, a function that does not take the threads as its first argument, and may have a result of a type.
+
+        One without a result raises a `MemoryError` if there is too little memory for what it does.
+        """
         assert dtype in (None, *COMPILED_DTYPES)
         address = self._find(name.encode(), dtype == torch.bfloat16)
         assert address is not None, name
-        return ctypes.CFUNCTYPE(result, *arguments)(address)
+        function = ctypes.CFUNCTYPE(result or INT, *arguments)(address)
+        if result is None:
+            function.errcheck = _check_memory
+        return function
+
+
+def _check_memory(was_enough: int, *_: Any) -> None:
+    if not was_enough:
+        raise MemoryError("the host has too little memory for the working memory of the C++")
 
 
 _NOTHING = ctypes.c_char * 0

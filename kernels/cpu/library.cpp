@@ -8,33 +8,50 @@
 
 namespace {
 
+// A function without a result as Python calls it: it returns whether there was memory enough.
+template <auto function, typename... Arguments>
+int64_t call(Arguments... arguments) {
+  try {
+    function(arguments...);
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+  return true;
+}
+
+template <auto function>
+const void* at() {
+  return []<typename... Arguments>(void (*)(Arguments...)) {
+    return reinterpret_cast<const void*>(&call<function, Arguments...>);
+  }(function);
+}
+
 // Return the function of a name, for tensors of type T if it differs between them; null if there is none.
 template <typename T>
 const void* find(std::string_view name) {
-  const auto at = [](auto* function) { return reinterpret_cast<const void*>(function); };
   const std::pair<std::string_view, const void*> functions[] = {
-      {"make_team", at(make_team)},
-      {"free_team", at(free_team)},
-      {"longest_codes", at(longest_codes)},
-      {"choose_palettes", at(choose_palettes)},
-      {"make_codes_8", at(make_codes<8>)},
-      {"make_codes_12", at(make_codes<12>)},
-      {"make_blocks_16", at(make_blocks<uint16_t>)},
-      {"make_blocks_32", at(make_blocks<uint32_t>)},
-      {"linear", at(run_linear<T>)},
-      {"look_up", at(unpack_rows<T>)},
-      {"rms_norm", at(run_norm<T>)},
-      {"rope_and_write_kv", at(run_rope<T>)},
-      {"write_rows", at(write_rows<T>)},
-      {"tree_attention", at(run_attention<T>)},
-      {"gated_mlp", at(gated_mlp<T>)},
-      {"forward", at(forward<T>)},
-      {"argmax", at(argmax<T>)},
-      {"softmax", at(softmax<T>)},
-      {"best_children", at(best_children<T>)},
-      {"draw_children", at(draw_children)},
-      {"verify_trees", at(verify_trees<T>)},
-      {"grow", at(grow<T>)},
+      {"make_team", reinterpret_cast<const void*>(make_team)},
+      {"free_team", at<free_team>()},
+      {"longest_codes", reinterpret_cast<const void*>(longest_codes)},
+      {"choose_palettes", at<choose_palettes>()},
+      {"make_codes_8", at<make_codes<8>>()},
+      {"make_codes_12", at<make_codes<12>>()},
+      {"make_blocks_16", at<make_blocks<uint16_t>>()},
+      {"make_blocks_32", at<make_blocks<uint32_t>>()},
+      {"linear", at<run_linear<T>>()},
+      {"look_up", at<unpack_rows<T>>()},
+      {"rms_norm", at<run_norm<T>>()},
+      {"rope_and_write_kv", at<run_rope<T>>()},
+      {"write_rows", at<write_rows<T>>()},
+      {"tree_attention", at<run_attention<T>>()},
+      {"gated_mlp", at<gated_mlp<T>>()},
+      {"forward", at<forward<T>>()},
+      {"argmax", at<argmax<T>>()},
+      {"softmax", at<softmax<T>>()},
+      {"best_children", at<best_children<T>>()},
+      {"draw_children", at<draw_children>()},
+      {"verify_trees", at<verify_trees<T>>()},
+      {"grow", at<grow<T>>()},
   };
   for (const auto& [known, address] : functions)
     if (known == name) return address;

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <exception>
 #include <mutex>
+#include <new>
 #include <thread>
 
 #include <unistd.h>
@@ -81,7 +82,8 @@ public:
 
   int64_t num_threads() const { return num_threads_; }
 
-  // Run `body(member)` on all threads that are free, or of few elements on this one; return when it has returned on each of them.
+  // Run `body(member)` on all threads that are free, or of few elements on this one; return when all have.
+  // Throws std::bad_alloc if there was too little memory for some of its work.
   template <typename Body>
   void run(const Body& body, int64_t size = std::numeric_limits<int64_t>::max()) {
     if (size <= kChunkSize || num_threads_ == 1 || is_forked()) {
@@ -99,6 +101,7 @@ public:
     body(member);
     job_.fetch_add(1);
     wait_until(inside_, [](uint32_t inside) { return inside == 0; });
+    if (lacks_memory_.exchange(false)) throw std::bad_alloc();
   }
 
 private:
@@ -134,6 +137,7 @@ private:
   const void* body_ = nullptr;
   void (*call_)(const void*, Member&) = nullptr;
   std::atomic<bool> is_closing_{false};
+  std::atomic<bool> lacks_memory_{false}; // for a part of the job
   // each on lines of its own: processors fetch two at a time
   alignas(128) std::atomic<uint32_t> job_{0};    // odd while a job is open to threads
   alignas(128) std::atomic<uint32_t> inside_{0}; // threads that may look at the job, besides the one that called `run`
@@ -156,7 +160,11 @@ void Member::share(int64_t count, int64_t size, const Work& work) {
   for (uint64_t ticket = team_.ticket_.load(std::memory_order_acquire); ticket >= first && ticket < end;) {
     if (!team_.ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) continue;
     const int64_t begin = static_cast<int64_t>(ticket - first) * chunk;
-    for (int64_t i = begin; i < std::min(begin + chunk, count); ++i) work(i);
+    try {
+      for (int64_t i = begin; i < std::min(begin + chunk, count); ++i) work(i);
+    } catch (const std::bad_alloc&) { // the others count on this chunk: `run` reports it
+      team_.lacks_memory_ = true;
+    }
     if (team_.finished_.fetch_add(1, std::memory_order_acq_rel) + 1 == chunks_) team_.finished_.notify_all();
     ticket = team_.ticket_.load(std::memory_order_acquire);
   }
