@@ -10,8 +10,8 @@
 
 namespace {
 
-constexpr int64_t kItemQueries = 64;         // most queries of a request that one thread attends at a time, and rows of several heads,
-constexpr int64_t kItemNumbers = 128 * 1024; // and of sums of their rows, which stay in the L2 cache
+constexpr int64_t kItemQueries = 64;         // most queries of a request that one thread attends at a time; most rows, if of several heads
+constexpr int64_t kItemNumbers = 128 * 1024; // most numbers of the sums of a head's rows, which stay in the L2 cache
 
 // The types that queries, keys and weights, and values, are multiplied in.
 template <typename T, typename S>

@@ -2,8 +2,9 @@
 // them, and where those are that queries see.
 //
 // S is the type of the stored numbers. A KV head's part of a block is [block_size, D] numbers; int8 numbers are followed by one float
-// scale per slot, which multiplies them: they may be read beyond head_dim. A row of zeros has a scale, too, and a row with a number that
-// is not finite has the scale NaN.
+// scale per slot, which multiplies them: they may be read beyond head_dim; a block has 8 slots or more, so that this stays inside of it. A
+// row of zeros has a scale, too, and a row with a number that is not finite has the scale NaN. Slots that are hidden from a row may be
+// multiplied by 0: they must be finite.
 
 #pragma once
 

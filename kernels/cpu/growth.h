@@ -269,7 +269,7 @@ private:
       for (int64_t j = 0; j < count; ++j)
         if (logprobs[j] == kMinusInfinity) tokens[j] = -1; // no token is left
     } else {
-      best_children_row(logits, growth.temperature, tokens, logprobs, count, vocab_size_);
+      top_candidates_row(logits, growth.temperature, tokens, logprobs, count, vocab_size_);
     }
   }
 

@@ -36,7 +36,7 @@ class CompiledOps(TorchOps):
         self._attend = kernels.function("tree_attention", dtype, *[POINTER] * 3, INT, POINTER, POINTER)
         of_writes = POINTER, INT, INT, INT, POINTER, INT, POINTER, INT, INT, INT
         self._write_rows = kernels.function("write_rows", dtype, *of_writes)
-        self._look_up = kernels.function("look_up", dtype, POINTER, POINTER, INT, POINTER)
+        self._unpack_rows = kernels.function("unpack_rows", dtype, POINTER, POINTER, INT, POINTER)
         self._norm = kernels.function("rms_norm", dtype, POINTER, POINTER, INT, POINTER, INT, INT, FLOAT)
         self._run_mlp = kernels.function("gated_mlp", dtype, POINTER, POINTER, POINTER, INT, POINTER)
         self._rotate = kernels.function("rope_and_write_kv", dtype, POINTER, INT, *[POINTER] * 3, INT, FLOAT)
@@ -53,7 +53,7 @@ class CompiledOps(TorchOps):
         if not 0 <= int(token_ids.min()) <= int(token_ids.max()) < len(embedding):
             raise IndexError(f"tokens {int(token_ids.min())} to {int(token_ids.max())} are not allowed: there are {len(embedding)}")
         struct, output = weight_struct(embedding, None, size), torch.empty(len(token_ids), size, dtype=self._dtype)
-        self._look_up(ctypes.addressof(struct), token_ids.data_ptr(), len(token_ids), output.data_ptr())
+        self._unpack_rows(ctypes.addressof(struct), token_ids.data_ptr(), len(token_ids), output.data_ptr())
         return output
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

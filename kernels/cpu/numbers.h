@@ -155,7 +155,7 @@ inline Lanes load_lanes(const Float16* values) {
 #endif
 }
 
-// Load 2 * kLanes numbers of 16 bits, a pair in each lane; those of 8 bits are widened.
+// Load 2 * kLanes numbers of 16 bits, a pair in each lane; those of 8 bits are widened, and a vector of pairs stays as it is.
 template <typename T>
 inline Words load_pairs(const T* values) {
   static_assert(sizeof(T) == 2);
@@ -199,7 +199,7 @@ inline void write_sums(Lanes sums, int64_t count, const T* bias, const T* residu
   for (int64_t i = 0; i < count; ++i) narrow(sums[i] + (bias ? widen(bias[i]) : 0.0f) + (residual ? widen(residual[i]) : 0.0f), &output[i]);
 }
 
-// exp(x) for x <= 0, within 2 ulp: 2^n times a polynomial in the rest (Cephes, expf). 0 below -87, where 2^n underflows.
+// exp(x) for x <= 0, within 2 ulp: 2^n times a polynomial in the rest (Cephes, expf). 0 below -87: 2^n would soon be subnormal.
 inline float exponential(float argument) {
   const float x = std::max(argument, -87.0f);
   const float n = std::nearbyint(x * 1.44269504088896341f);

@@ -6,10 +6,10 @@
 
 namespace {
 
-constexpr int kChunk = 512; // numbers summed in float before their sum is added to a double
+constexpr int kChunk = 512; // numbers that are summed before their sum is added to a double
 // purposes of random numbers
 constexpr int64_t kSample = TITAN_SAMPLE, kDraft = TITAN_DRAFT, kAccept = TITAN_ACCEPT, kResidual = TITAN_RESIDUAL;
-constexpr int kSearched = 64; // numbers skipped together if none of them is large enough
+constexpr int kSearched = 64; // logits skipped together if none of them is large enough
 
 // `OPTIONS` of `titan/core/sampling_rows.py`.
 struct Options {
@@ -105,7 +105,7 @@ int64_t argmax_row(const T* logits, int64_t size) {
 
 // Find the largest entries of a row and their log-probabilities at a temperature.
 template <typename T>
-void best_children_row(const T* logits, float temperature, int64_t* tokens, float* logprobs, int64_t count, int64_t size) {
+void top_candidates_row(const T* logits, float temperature, int64_t* tokens, float* logprobs, int64_t count, int64_t size) {
   largest_entries(logits, tokens, logprobs, count, size);
   const float largest = logprobs[0];
   const double total = sum_terms(size, [=](int64_t i) { return exponential((widen(logits[i]) - largest) / temperature); });
@@ -250,7 +250,7 @@ void verify_trees(Team* team, const T* values, int64_t size, const VerifiedTrees
 }
 
 // Sample children from each row i of the probabilities, and write them to row places[i] of a table.
-inline void draw_children(Team* team, const Options* options, const float* probs, const int64_t* num_children, const int64_t* places,
+inline void sample_children(Team* team, const Options* options, const float* probs, const int64_t* num_children, const int64_t* places,
                           int64_t* tokens, int64_t num_rows, int64_t size, int64_t max_children) {
   share(team, num_rows, size, [&](int64_t row) {
     draw_siblings(probs + row * size, options[row].seed, options[row].position, kDraft, num_children[row],
@@ -269,10 +269,10 @@ void softmax(Team* team, const T* logits, const float* temperatures, float* prob
 }
 
 template <typename T>
-void best_children(Team* team, const T* logits, const float* temperatures, int64_t* tokens, float* logprobs, int64_t num_rows,
+void top_candidates(Team* team, const T* logits, const float* temperatures, int64_t* tokens, float* logprobs, int64_t num_rows,
                    int64_t size, int64_t count) {
   share(team, num_rows, size, [&](int64_t row) {
-    best_children_row(logits + row * size, temperatures[row], tokens + row * count, logprobs + row * count, count, size);
+    top_candidates_row(logits + row * size, temperatures[row], tokens + row * count, logprobs + row * count, count, size);
   });
 }
 

@@ -13,7 +13,7 @@ from titan.kernels.torch.sampling import distributions
 ARGUMENTS = {
     "argmax": (POINTER, POINTER, INT, INT),
     "softmax": (*[POINTER] * 3, INT, INT),
-    "best_children": (*[POINTER] * 4, *[INT] * 3),
+    "top_candidates": (*[POINTER] * 4, *[INT] * 3),
 }
 """Argument types of the library's functions that exist for every dtype."""
 
@@ -29,7 +29,7 @@ class CompiledSampling:
         self._functions = {
             (name, dtype): kernels.function(name, dtype, *types) for name, types in ARGUMENTS.items() for dtype in COMPILED_DTYPES
         }
-        self._draw_children = kernels.function("draw_children", None, *[POINTER] * 5, *[INT] * 3)
+        self._sample_children = kernels.function("sample_children", None, *[POINTER] * 5, *[INT] * 3)
 
     def argmax(self, logits: Tensor) -> Tensor:
         logits = readable(logits)
@@ -41,7 +41,7 @@ class CompiledSampling:
         logits = readable(logits)
         tokens = torch.empty((logits.shape[0], count), dtype=torch.int64)
         logprobs = torch.empty((logits.shape[0], count), dtype=torch.float32)
-        self._call("best_children", logits, temperatures.contiguous(), tokens, logprobs, *logits.shape, count)
+        self._call("top_candidates", logits, temperatures.contiguous(), tokens, logprobs, *logits.shape, count)
         return tokens, logprobs
 
     def probs(self, logits: Tensor, rows: SamplingRows) -> Tensor:
@@ -60,7 +60,7 @@ class CompiledSampling:
         written = self.probs(logits, rows)
         probs.index_copy_(0, places, written)
         arguments = written, torch.from_numpy(num_children), places, children, *written.shape, children.shape[1]
-        self._draw_children(address(rows.options, OPTIONS), *map(_as_argument, arguments))
+        self._sample_children(address(rows.options, OPTIONS), *map(_as_argument, arguments))
 
     def _call(self, name: str, values: Tensor, *arguments: Tensor | int) -> None:
         """Call the library's function for the dtype of ``values`` with tensors and numbers."""

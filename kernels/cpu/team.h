@@ -51,7 +51,7 @@ public:
   Member(Team& team, bool is_alone) : team_(team), is_alone_(is_alone) {}
 
   // Call `work(i)` for i in 0 .. count - 1, each once by any thread; return when all calls have returned.
-  // `size` is the number of elements that one call processes.
+  // `size` is how many numbers one call reads or multiplies.
   template <typename Work>
   void share(int64_t count, int64_t size, const Work& work);
 
@@ -82,7 +82,7 @@ public:
 
   int64_t num_threads() const { return num_threads_; }
 
-  // Run `body(member)` on all threads that are free, or of few elements on this one; return when all have.
+  // Run `body(member)` on all threads that are free, or of few numbers on this one; return when all have.
   // Throws std::bad_alloc if there was too little memory for some of its work.
   template <typename Body>
   void run(const Body& body, int64_t size = std::numeric_limits<int64_t>::max()) {
