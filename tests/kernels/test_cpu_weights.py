@@ -7,6 +7,9 @@ import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import addressof, c_int64, c_void_p
+from functools import partial
+from pathlib import Path
+from resource import RLIMIT_AS, getrlimit, setrlimit
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -16,6 +19,7 @@ import torch
 from back_ends import KINDS, make_kernels
 from torch import Tensor
 
+from titan.core.sampling_rows import OPTIONS
 from titan.kernels.cpu import weights as cpu_weights
 from titan.kernels.cpu.compiled import CompiledKernels
 from titan.kernels.cpu.layers import CompiledOps
@@ -249,6 +253,25 @@ def test_threads_live_as_long_as_the_operations_that_run_on_them() -> None:
     assert is_there()
     ops.clear()
     assert not is_there()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of Linux, which counts what a process has mapped")
+def test_too_little_memory_is_an_error_of_the_call_alone() -> None:
+    """Of threads that need it for their parts; the next call has results again."""
+    size, options, tokens = 2**24, np.zeros(2, OPTIONS), torch.full((2, 2), -1)
+    probs, num_children, places = torch.full((2, size), 2**-24), torch.tensor([2, 2]), torch.tensor([0, 1])
+    function = make_kernels(KINDS["cpu"], 2).function("sample_children", None, *[c_void_p] * 5, *[c_int64] * 3)
+    tensors = probs, num_children, places, tokens
+    sample = partial(function, options.ctypes.data, *(tensor.data_ptr() for tensor in tensors), 2, size, 2)
+    mapped, limits = int(Path("/proc/self/statm").read_text("utf-8").split()[0]) * mmap.PAGESIZE, getrlimit(RLIMIT_AS)
+    setrlimit(RLIMIT_AS, (mapped + 2 * size, limits[1]))  # each part takes 4 * size
+    try:
+        with pytest.raises(MemoryError, match="too little memory for the working memory"):
+            sample()
+    finally:
+        setrlimit(RLIMIT_AS, limits)
+    sample()
+    assert (tokens >= 0).all() and (tokens[:, 0] != tokens[:, 1]).all()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="madvise is Linux's")
