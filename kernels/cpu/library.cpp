@@ -36,8 +36,6 @@ const void* find(std::string_view name) {
       {"choose_palettes", at<choose_palettes>()},
       {"make_codes_8", at<make_codes<8>>()},
       {"make_codes_12", at<make_codes<12>>()},
-      {"make_blocks_16", at<make_blocks<uint16_t>>()},
-      {"make_blocks_32", at<make_blocks<uint32_t>>()},
       {"linear", at<run_linear<T>>()},
       {"unpack_rows", at<unpack_rows<T>>()},
       {"rms_norm", at<run_norm<T>>()},

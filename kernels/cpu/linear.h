@@ -143,14 +143,4 @@ void unpack_rows(Team* team, const Weight& weight, const int64_t* rows, int64_t 
   share(team, num_rows, weight.num_inputs, [&](int64_t i) { unpack_row(weight, rows[i], output + i * weight.num_inputs); });
 }
 
-// Make blocks of rows [num_rows, depth], a multiple of kBlock rows: [num_rows / kBlock, depth, kBlock].
-template <typename Word>
-void make_blocks(Team* team, const Word* rows, int64_t num_rows, int64_t depth, Word* blocks) {
-  share(team, num_rows / kBlock, kBlock * depth, [&](int64_t block) {
-    const int64_t first = block * kBlock * depth;
-    for (int64_t i = 0; i < depth; ++i)
-      for (int64_t lane = 0; lane < kBlock; ++lane) blocks[first + i * kBlock + lane] = rows[first + lane * depth + i];
-  });
-}
-
 } // namespace

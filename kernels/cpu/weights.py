@@ -75,11 +75,12 @@ def pack_weight(weight: Tensor, kernels: CompiledKernels) -> Tensor:
         return coded
     (num_outputs, num_inputs), step = weight.shape, PAIR_INPUTS if kind == torch.int32 else BLOCK
     depth = _round_up(num_inputs, step) // 2 if kind == torch.int32 else num_inputs
-    make_blocks = kernels.function(f"make_blocks_{8 * kind.itemsize}", None, POINTER, INT, INT, POINTER)
     packed = torch.empty(_round_up(num_outputs, step), depth, dtype=kind)
     use_huge_pages(packed.data_ptr(), packed.nbytes)
+    word = torch.int16 if kind == torch.uint16 else torch.int32  # PyTorch copies few things of unsigned ones
     for first, rows in _pieces(weight, NUMBERS[kind], len(packed), depth * kind.itemsize // NUMBERS[kind].itemsize):
-        make_blocks(rows.data_ptr(), len(rows), depth, packed[first:].data_ptr())
+        blocks = packed[first : first + len(rows)].view(word).view(-1, depth, BLOCK)
+        blocks.copy_(rows.view(word).view(-1, BLOCK, depth).transpose(1, 2))
     return packed[:num_outputs]
 
 
