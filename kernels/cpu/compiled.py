@@ -69,7 +69,7 @@ class CompiledKernels:
         return function
 
 
-def _check_memory(was_enough: int, *_: Any) -> None:
+def _check_memory(was_enough: Any, *_: Any) -> Any:
     if not was_enough:
         raise MemoryError("the host has too little memory for the working memory of the C++")
 
