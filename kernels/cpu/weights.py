@@ -125,7 +125,8 @@ def _make_codes(weight: Tensor, kernels: CompiledKernels) -> Tensor | None:
 
 def _pieces(weight: Tensor, dtype: torch.dtype, num_rows: int, num_inputs: int) -> Iterator[tuple[int, Tensor]]:
     """Yield pieces of a weight in a dtype, padded to a size with zeros, each after its first row; all of it at once if it is so."""
-    if weight.dtype == dtype and weight.is_contiguous() and weight.shape == (num_rows, num_inputs):
+    is_whole = weight.dtype == dtype and weight.is_contiguous() and weight.shape == (num_rows, num_inputs)
+    if is_whole and weight.storage_offset() % 2 == 0:  # else it cannot be viewed as pairs
         yield 0, weight
         return
     for first in range(0, num_rows, CHUNK_ROWS):

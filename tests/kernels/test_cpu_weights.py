@@ -128,6 +128,13 @@ def test_every_number_is_where_the_layout_says(kernels: CompiledKernels, model: 
     assert sum(map(bool, flat)) == int(weight.count_nonzero())
 
 
+def test_a_weight_may_begin_anywhere_in_its_storage(kernels: CompiledKernels) -> None:
+    numbers = torch.randint(-(2**15), 2**15, (64 * 32 + 1,), dtype=torch.int16, generator=torch.Generator().manual_seed(0))
+    weight = numbers[1:].view(torch.bfloat16).view(64, 32)
+    packed = pack_weight(weight, kernels)
+    assert packed.dtype == torch.int32 and torch.equal(packed, pack_weight(weight.clone(), kernels))
+
+
 def test_the_smallest_format_that_holds_a_weight_is_its_own(kernels: CompiledKernels) -> None:
     weight = random(2048, 64).bfloat16().float()
     for number, dtype in (
