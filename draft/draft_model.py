@@ -19,7 +19,6 @@ from torch import Tensor
 from titan.core.batch import QueryRow, build_batch
 from titan.core.growth import Feed
 from titan.core.kv_tensor import KVTensor
-from titan.core.out_of_memory import is_out_of_memory
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import DraftTrees
@@ -84,20 +83,14 @@ class DraftModelDrafter:
         return self.policy.stops_early(request)
 
     def propose(self, plan: StepPlan) -> DraftTrees:
-        num_rows, most = len(plan.requests), self.max_num_batched_tokens
-        while feeds := self._feeds(plan, most):
-            try:
-                trees = self.runner.grow(feeds, num_rows, self._num_proposable)
-            except Exception as error:
-                num_fed = sum([len(feed.token_ids) for feed in feeds])
-                if num_fed == 1 or not is_out_of_memory(error):
-                    raise
-                most = num_fed // 2  # the rest follows in later steps
-            else:
-                for feed in feeds:  # now that their KV is written
-                    plan.requests[feed.row].cover_draft(len(feed.token_ids))
-                return trees if self.vocabulary is None else self.vocabulary.to_target(trees)
-        return DraftTrees.empty(num_rows, self.context.backend.device)
+        feeds = self._feeds(plan)
+        num_rows = len(plan.requests)
+        if not feeds:
+            return DraftTrees.empty(num_rows, self.context.backend.device)
+        trees = self.runner.grow(feeds, num_rows, self._num_proposable)
+        for feed in feeds:  # now that their KV is written
+            plan.requests[feed.row].cover_draft(len(feed.token_ids))
+        return trees if self.vocabulary is None else self.vocabulary.to_target(trees)
 
     def num_reviewable(self, request: Request) -> int | None:
         if self.policy.is_sampled(request):
@@ -166,8 +159,9 @@ class DraftModelDrafter:
         num_left = self.max_len - len(request.token_ids)
         return budget if budget <= num_left else max(0, num_left)
 
-    def _feeds(self, plan: StepPlan, num_left: int) -> list[Feed]:
-        """Return the feeds of a step: the committed tokens that the draft lacks, at most ``num_left``, in the order of the rows."""
+    def _feeds(self, plan: StepPlan) -> list[Feed]:
+        """Return the feeds of a step: the committed tokens that the draft lacks, in the order of the rows until a pass is full."""
+        num_left = self.max_num_batched_tokens
         table, is_host = plan.block_table, self.context.backend.is_host
         feeds = list[Feed]()
         for i, (request, num_tokens) in enumerate(zip(plan.requests, plan.num_tokens, strict=True)):

@@ -5,23 +5,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import count
 from typing import Any
 
 import pytest
-import torch
 from auditor import Auditor
 from proposals import SHAPES
 from stepping import AMPLE, SCARCE, check_blocks, drain, greedy, make_engine, submit
 from zoo import Zoo, random_prompts
 
 from titan.core.draft_history import DraftHistory
-from titan.core.growth import Feed
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
-from titan.core.trees import DraftTrees
 from titan.draft.registry import DraftSpec
 
 PROMPTS = random_prompts(14, seed=1, max_len=45)
@@ -183,31 +180,6 @@ def test_a_long_context_is_caught_up_within_the_token_budget_before_anything_is_
     metrics = engine.metrics()
     assert sum(metrics.proposed_per_depth) - sum(metrics.accepted_per_depth) == num_rejected
     assert sum(metrics.accepted_per_depth) > 10
-
-
-def test_a_draft_is_fed_less_at_once_where_memory_is_short(zoo: Zoo) -> None:
-    """What its requests lack after a swap, and what they get while it catches up: nothing fails."""
-    engine = make_engine(zoo.path("llama"), None, **AMPLE)
-    requests = submit(engine, PROMPTS, [greedy(20, ignore_eos=True)] * len(PROMPTS))
-    for _ in range(4):
-        engine.step()
-    engine.swap_draft(zoo.path("llama~"))
-    auditor, fed = Auditor(zoo, engine, "llama"), list[int]()
-    runner: Any = engine.drafter.runner  # type: ignore[attr-defined]
-    grow = runner.grow
-
-    def grow_if_there_is_memory(feeds: Sequence[Feed], *others: Any) -> DraftTrees:
-        if (num_fed := sum(len(feed.token_ids) for feed in feeds)) > 40:
-            raise torch.OutOfMemoryError("made up")
-        fed.append(num_fed)
-        return grow(feeds, *others)  # type: ignore[no-any-return]
-
-    runner.grow = grow_if_there_is_memory
-    while engine.scheduler.has_unfinished:
-        engine.step()
-        auditor.check("llama~")
-    assert [each.output_token_ids for each in requests] == [zoo.greedy("llama", each, 20, ignore_eos=True) for each in PROMPTS]
-    assert engine.metrics().num_draft_failures == 0 and max(fed) > 20 and sum(engine.counters.accepted_per_depth) > 20
 
 
 @pytest.mark.filterwarnings("ignore:the drafter:RuntimeWarning")
