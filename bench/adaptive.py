@@ -150,10 +150,10 @@ class AdaptiveBench:
         notes = [
             f"{args.model}, draft {args.draft_model}{kind}, {args.dtype}; prompts of {args.prompt_len} tokens, {what}; "
             f"{count(args.rounds, 'interleaved round')}.",
-            f"{GAIN}, {SHARE}: median over the rounds of the ratio within a round, and its 95 % bootstrap interval, of two rounds "
-            f"their range; the best fixed setting is the one with the most tokens/s there. {ALL}: geometric mean over the requests "
-            f"at once, so that {SHARE} is that of the best single one. nodes/step: draft tokens verified per request and step; "
-            "tokens/step: emitted.",
+            f"{GAIN}, {SHARE}: median over the rounds of the ratio within a round, and its 95 % bootstrap interval, of fewer than "
+            f"{MIN_ROUNDS} rounds their range; the best fixed setting is the one with the most tokens/s there. {ALL}: geometric "
+            f"mean over the requests at once, so that {SHARE} is that of the best single one. nodes/step: draft tokens verified "
+            "per request and step; tokens/step: emitted.",
         ]
         results: dict[str, Sequence[Row | Sample]] = {"rows": rows, "samples": samples}
         tables = [figure_table("Tokens/s", rows, ["at once", "setting"], COLUMNS)]

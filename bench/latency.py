@@ -114,7 +114,8 @@ class LatencyBench:
     def _warm_up(self, engine: str) -> Run:
         if engine != NO_DRAFT:
             self.llm.swap_draft(self.args.draft_model)
-        return self._serve(engine, self.workloads[0].warm_up(self.args.max_batch_size))
+        warm_up = self.workloads[0].warm_up(self.args.max_batch_size)
+        return run_workload(self.llm.engine, warm_up, use_speculative=engine != NO_DRAFT)
 
     def _find_rates(self, turns: Turns) -> list[float]:
         at_once = replace(self.workloads[0], arrivals=())

@@ -90,10 +90,13 @@ def group_samples(samples: Iterable[Sample]) -> list[list[Sample]]:
 
 
 def rotated(variants: Iterable[VariantT], round_id: int) -> list[VariantT]:
-    """Variants in the order of their turns in a round: each round begins with the next, so that no one is always after another."""
+    """Variants in the order of their turns in a round, so that no one is always the first, nor always after the same one.
+
+    Each round begins with the next; when all have begun, the order is turned round.
+    """
     order = deque(variants)
     order.rotate(-round_id)
-    return list(order)
+    return [*reversed(order)] if order and round_id // len(order) % 2 else [*order]
 
 
 def with_ratio(samples: Sequence[SampleT], name: str, figure: str, **baseline: Label) -> list[SampleT]:

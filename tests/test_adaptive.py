@@ -37,6 +37,7 @@ from titan.core.batch import RaggedBatch
 from titan.core.draft_history import AcceptanceCounts, DraftHistory
 from titan.core.growth import BeamSpec, Feed
 from titan.core.step import Acceptance, StepPlan
+from titan.core.terms import RequestTerms
 from titan.core.trees import DraftTree
 from titan.diagnosis import faults
 from titan.draft.base import NoDrafter
@@ -332,9 +333,10 @@ def test_new_requests_start_at_the_temperature_that_repeated_steps_showed(zoo: Z
 def test_an_idle_engine_keeps_no_request_that_has_ended(zoo: Zoo, drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As its outputs may be large, and its user has let go of them; whether the last steps were decided on anew or not."""
     Machine(monkeypatch, {0: 0.01 if drafts else 9.0})
-    engine = adaptive_engine(zoo, "llama~", **AMPLE)
+    engine = adaptive_engine(zoo, "llama~", scheduling_policy="priority" if drafts else "fcfs", **AMPLE)
     for limits in ([30, 30], [30, 17], [3, 1]):
-        requests = submit(engine, PROMPTS[:2], [greedy(limit, ignore_eos=True, logprobs=1) for limit in limits])
+        params = [greedy(limit, ignore_eos=True, logprobs=1) for limit in limits]
+        requests = submit(engine, PROMPTS[:2], params, [RequestTerms(timeout_s=1e6)] * 2)
         ended = [weakref.ref(request) for request in requests]
         del requests
         drain(engine)

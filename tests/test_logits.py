@@ -132,7 +132,7 @@ class Watched(list[int]):
 
 def test_penalties_take_each_token_of_a_request_once() -> None:
     """However many steps there are, in which they see all tokens."""
-    request = make_request({"repetition_penalty": 1.3, "frequency_penalty": 0.4}, [1, 2, 3], [])
+    request = make_request([1, 2, 3], SamplingParams(repetition_penalty=1.3, frequency_penalty=0.4))
     request.token_ids = watched = Watched(request.token_ids)
     for token_id in np.random.default_rng(0).integers(0, VOCAB_SIZE, 50).tolist():
         watched.append(token_id)

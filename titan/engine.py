@@ -125,9 +125,11 @@ class Engine:
         self._timer = PassTimer(backend, runs_ahead=self._pace is None and not backend.is_host)
         prefill_limit = None if self._pace is None else self._pace.prefill_limit
         self.scheduler = Scheduler(config.schedule, self.kv, self.counters, prefill_limit=prefill_limit)
+        self._byte_s = 0.0  # of copying a byte of KV out and in again
         if num_host_blocks:
             self.kv.resize_swap_space(num_host_blocks, ())
-            self.scheduler.swap_rule.block_s = self.kv.swap_space.measure_copies(self.kv.tensors, self.kv.pool, backend.download)
+            copy_s = self.kv.swap_space.measure_copies(self.kv.tensors, self.kv.pool, backend.download)
+            self._byte_s = copy_s / self.kv.bytes_per_block
         self._inform_swap_rule()
         self._meter = EngineMeter(self.model_config, backend, self.passes, self.kv, self.scheduler, self._profiler, self._log)
 
@@ -264,7 +266,6 @@ class Engine:
         """
         if self.config.speculation.speculation == "off":
             raise ValueError("swap_draft() contradicts speculation='off': allowed with 'adaptive' and 'fixed'")
-        block_bytes_before = self.kv.bytes_per_block
         with self.backend.active():
             drafter = self._open_drafter(draft)()
             self._check_room(drafter)
@@ -274,10 +275,8 @@ class Engine:
                 if drafter is self.drafter:  # given again, and attached to another cache by now
                     self._return_cache()
                 raise
-            else:
-                self.scheduler.swap_rule.block_s *= self.kv.bytes_per_block / block_bytes_before
-                self._inform_swap_rule()
             finally:
+                self._inform_swap_rule()
                 keep_claims(self, (self.drafter, self.config.schedule.scheduling_policy))
                 self._refit_swap_space()
 
@@ -466,7 +465,8 @@ class Engine:
         return self.backend.prepare(self._target, kv, self._pass_limits, self.passes)
 
     def _inform_swap_rule(self) -> None:
-        """Give the swap rule the costs of the target's passes, if they have been measured."""
+        """Give the swap rule the costs of a block's copies, and of the target's passes, if they have been measured."""
+        self.scheduler.swap_rule.block_s = self._byte_s * self.kv.bytes_per_block
         if self._profiler.target is not None:
             self.scheduler.swap_rule.pass_s = self._profiler.target.predict  # adaptive speculation keeps these up to date
 

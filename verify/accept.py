@@ -13,7 +13,7 @@ from torch import Tensor
 from titan.core.batch import RaggedBatch
 from titan.core.sampling_rows import SamplingRows
 from titan.core.step import Acceptance, StepPlan
-from titan.core.trees import DraftTrees, Upload
+from titan.core.trees import DraftTrees
 from titan.kernels.interfaces import Backend
 from titan.verify.logprobs import emitted_logprobs, prompt_logprobs
 from titan.verify.options import explain_row, looks_at_prefix, transform_rows
@@ -30,8 +30,11 @@ def accept(backend: Backend, plan: StepPlan, trees: DraftTrees, batch: RaggedBat
         logits: [L, vocab], of the batch's rows: for each request its root, then its nodes; and those for the logprobs of prompts.
     """
     requests, num_requests, start_loc = plan.requests, len(plan.requests), batch.logits_start_loc
-    logits, of_prompts = _split_logits(batch, logits, backend.upload)
-    prompt_entries = {} if of_prompts is None else prompt_logprobs(plan, of_prompts, backend.upload)
+    prompt_entries = {}
+    if batch.prompt_logits is not None:
+        prompt_entries = prompt_logprobs(plan, logits, batch.prompt_logits, backend.upload)
+        [others] = backend.upload([np.delete(np.arange(len(logits)), batch.prompt_logits)])
+        logits = logits.index_select(0, others)
     counts = start_loc[1:] - start_loc[:-1]
     rows = np.flatnonzero(counts)
     paths = [list[int]() for _ in requests]
@@ -66,12 +69,3 @@ def accept(backend: Backend, plan: StepPlan, trees: DraftTrees, batch: RaggedBat
             errors[i] = of_processors.get(last_row) or explain_row(requests[i], logits[last_row], used[last_row])
     logprobs = emitted_logprobs(requests, start_loc, paths, token_ids, logits, backend.upload)
     return Acceptance(host_trees, paths, token_ids, errors, logprobs, prompt_entries)
-
-
-def _split_logits(batch: RaggedBatch, logits: Tensor, upload: Upload) -> tuple[Tensor, Tensor | None]:
-    """Return the logits of roots and nodes, [any, vocab], and those that are only for the logprobs of prompts, if there are any."""
-    if batch.prompt_logits is None:
-        return logits, None
-    others = np.delete(np.arange(len(logits)), batch.prompt_logits)
-    rows, of_prompts = upload([others, batch.prompt_logits])
-    return logits.index_select(0, rows), logits.index_select(0, of_prompts)

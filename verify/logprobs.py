@@ -53,12 +53,13 @@ def emitted_logprobs(
     return result
 
 
-def prompt_logprobs(plan: StepPlan, logits: Tensor, upload: Upload) -> dict[int, list[dict[int, Logprob]]]:
+def prompt_logprobs(plan: StepPlan, logits: Tensor, rows: Ints, upload: Upload) -> dict[int, list[dict[int, Logprob]]]:
     """Compute the model's own log-probabilities of prompt tokens.
 
     Args:
         plan: of the step; the counters of its requests have not advanced yet.
-        logits: [any, vocab], the rows that `Request.prompt_logits` names, request by request.
+        logits: [L, vocab].
+        rows: those of them that `Request.prompt_logits` names, request by request.
         upload: uploads arrays to the device of the logits.
 
     Returns:
@@ -71,7 +72,7 @@ def prompt_logprobs(plan: StepPlan, logits: Tensor, upload: Upload) -> dict[int,
     ]
     owners, token_ids, counts = zip(*asked, strict=True)
     result: dict[int, list[dict[int, Logprob]]] = {i: [] for i in owners}
-    for i, entry in zip(owners, _entries(logits, range(len(asked)), token_ids, counts, upload), strict=True):
+    for i, entry in zip(owners, _entries(logits, rows.tolist(), token_ids, counts, upload), strict=True):
         result[i].append(entry)
     return result
 

@@ -97,13 +97,15 @@ class Request:
 
     @property
     def token_array(self) -> Ints:
-        """``token_ids`` as int64 [num_tokens], to be read only; each of them is converted once."""
+        """``token_ids`` as int64 [num_tokens], read-only; each of them is converted once."""
         num_converted, num_tokens = self._num_converted, len(self.token_ids)
         if num_tokens > len(self._token_array):
             self._token_array = np.append(self._token_array, np.empty(num_tokens, np.int64))
         self._token_array[num_converted:num_tokens] = self.token_ids[num_converted:]
         self._num_converted = num_tokens
-        return self._token_array[:num_tokens]
+        view = self._token_array[:num_tokens]
+        view.flags.writeable = False  # drafters see what penalties count
+        return view
 
     @property
     def distinct_prompt_ids(self) -> Ints:

@@ -12,7 +12,7 @@ class StepTimes:
 
     schedule: float = 0.0
     prepare: float = 0.0  # irregular work: deciding drafts, clearing new blocks, updating estimates
-    backlog: float = 0.0  # waiting for passes that earlier steps, of prompts alone, left to the device
+    backlog: float = 0.0  # waiting for passes that earlier steps, of prompts alone without logprobs, left to the device
     draft: float = 0.0
     inputs: float = 0.0  # building the batch of the target's pass
     target: float = 0.0

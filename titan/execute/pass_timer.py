@@ -10,11 +10,12 @@ from titan.kernels.interfaces import Backend
 
 
 class PassTimer:
-    """Times the parts of a step's passes; steps of prompts alone may run one step ahead of the device.
+    """Times the parts of a step's passes; steps of prompts alone, without logprobs of them, may run one step ahead of the device.
 
     Args:
         backend: runs the passes.
-        runs_ahead: whether steps without results, which are those of prompts alone, do not wait for their own passes.
+        runs_ahead: whether steps without results, which are those of prompts alone without logprobs, do not wait for their own
+            passes.
     """
 
     def __init__(self, backend: Backend, *, runs_ahead: bool) -> None:

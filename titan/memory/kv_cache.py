@@ -222,12 +222,13 @@ class KVCache:
         self.swap_space.pool.forget_cached()
 
     def check(self, requests: Iterable[Request]) -> None:
-        """Check the invariants of both pools, given all unfinished requests.
+        """Check the sizes of the tensors, and the invariants of both pools, given all unfinished requests.
 
         Raises:
             AssertionError: an invariant is broken; see `BlockPool.check`.
         """
         requests = tuple(requests)
+        assert all((each.num_blocks, each.block_size) == (self.num_blocks, self.block_size) for each in self.tensors.values())
         self.pool.check([request.block_ids for request in requests])
         self.swap_space.pool.check([request.swapped_block_ids for request in requests])
 

@@ -13,7 +13,7 @@ T = TypeVar("T", bound=Hashable)
 class Heap(Generic[T]):
     """Items in order of their keys, those with equal keys in order of arrival.
 
-    A removed item stays in the list until it comes to the top, or until removed items are the majority.
+    A removed item stays in the list until it comes to the top, removed items are the majority, or no item is left.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Heap(Generic[T]):
     def discard(self, item: T) -> None:
         """Remove an item, if it is there."""
         self._entries.pop(item, None)
-        if len(self._heap) > 2 * len(self._entries) + 16:
+        if not self._entries or len(self._heap) > 2 * len(self._entries) + 16:
             heap = list(self._entries.values())
             heapify(heap)
             self._heap = heap
