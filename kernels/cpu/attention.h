@@ -310,9 +310,9 @@ inline std::vector<AttentionItem> attention_items(const AttentionPlan& plan, con
 template <typename T>
 void tree_attention(Member& member, const AttentionPlan& plan, const AttentionSpec& spec, const std::vector<AttentionItem>& items,
                     const T* q, int64_t q_stride, const KVLayer& kv, T* output) {
-  int64_t num_slots = 0;
-  for (const AttentionItem& item : items) num_slots += plan.seq_lens[item.request] * item.num_heads * item.num_rows;
-  const int64_t num_items = items.size(), size = num_slots / std::max<int64_t>(num_items, 1) * spec.head_dim;
+  int64_t num_scores = 0;
+  for (const AttentionItem& item : items) num_scores += plan.seq_lens[item.request] * item.num_heads * item.num_rows;
+  const int64_t num_items = items.size(), size = num_scores / std::max<int64_t>(num_items, 1) * spec.head_dim;
   member.share(num_items, size, [&](int64_t index) {
     with_stored<T>(kv, [&]<typename S>(S) {
       const ItemRows<S> rows{plan, spec, items[index], kv};

@@ -201,7 +201,7 @@ template <int M, int B, int Bits, typename X>
 template <int Bits, typename X>
 const X* decode_blocks(const Weight& weight, int64_t first, int64_t end, int64_t depth) {
   static thread_local WorkingMemory memory;
-  X* result = memory.room_for<X>((end - first) * kBlock * depth);
+  X* result = reinterpret_cast<X*>(memory.lines(num_lines<X>((end - first) * kBlock * depth)));
   for (int64_t block = first; block < end; ++block) {
     const Codes<Bits> codes(weight.data, block, depth);
     for (int64_t input = 0; input < depth; input += kPairInputs) {

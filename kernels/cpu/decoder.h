@@ -180,10 +180,13 @@ void gate(Member& member, const T* gate_up, T* output, int64_t num_rows, int64_t
 template <typename T>
 void gated_mlp(Team* team, const Weight& gate_up, const Weight& down, const T* x, int64_t num_rows, T* output) {
   const int64_t most_rows = std::min(num_rows, kPartRows);
-  static thread_local WorkingMemory memories[3];
-  Line* room = memories[0].room_for<Line>(std::max(linear_lines<T>(gate_up, most_rows), linear_lines<T>(down, most_rows)));
-  T* wide = memories[1].room_for<T>(most_rows * gate_up.num_outputs);
-  T* gated = memories[2].room_for<T>(most_rows * down.num_inputs);
+  const int64_t num_room = std::max(linear_lines<T>(gate_up, most_rows), linear_lines<T>(down, most_rows));
+  const int64_t num_wide = num_lines<T>(most_rows * gate_up.num_outputs);
+  static thread_local WorkingMemory memory;
+  const Lease lease{memory};
+  Line* room = memory.lines(num_room + num_wide + num_lines<T>(most_rows * down.num_inputs));
+  T* wide = reinterpret_cast<T*>(room + num_room);
+  T* gated = reinterpret_cast<T*>(room + num_room + num_wide);
   team->run([&](Member& member) {
     for_parts(num_rows, kPartRows, [&](int64_t first, int64_t count) {
       linear<T>(member, gate_up, x + first * gate_up.num_inputs, count, nullptr, wide, room);
@@ -191,7 +194,6 @@ void gated_mlp(Team* team, const Weight& gate_up, const Weight& down, const T* x
       linear<T>(member, down, gated, count, nullptr, output + first * down.num_outputs, room);
     });
   });
-  for (WorkingMemory& each : memories) each.give_back(WorkingMemory::kKeptBytes / std::size(memories));
 }
 
 // Copy a token's row of the embedding, scaled, to `result`; of a token that there is not, that of the nearest.
@@ -219,19 +221,19 @@ void forward(const Decoder& decoder, const AttentionPlan& plan, const DecoderPas
     for (const Weight* weight : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
       num_room = std::max(num_room, linear_lines<T>(*weight, most_rows));
   }
-  static thread_local WorkingMemory memories[10];
-  WorkingMemory* memory = memories;
-  const auto numbers = [&](int64_t count) { return (memory++)->room_for<T>(count); };
-  T* stream = numbers(num_tokens * size); // the residual stream
-  T* qkv = numbers(num_tokens * qkv_size);
-  T* attended = numbers(num_tokens * q_size);
-  T* kept_stream = numbers(pass.num_rows * size); // of the rows that need logits
-  T* kept_attended = numbers(pass.num_rows * q_size);
-  T* last_normed = numbers(pass.num_rows * size);
-  T* normed = numbers(most_rows * size); // of some rows, as what follows
-  T* gate_up = numbers(most_rows * widest);
-  T* gated = numbers(most_rows * widest / 2);
-  Line* room = memory->room_for<Line>(num_room);
+  static thread_local WorkingMemory memory;
+  const Lease lease{memory};
+  const int64_t per_token = size + qkv_size + q_size, per_row = widest + widest / 2, per_logits = 2 * size + q_size;
+  Line* room = memory.lines(num_room + num_lines<T>(num_tokens * per_token + most_rows * (size + per_row) + pass.num_rows * per_logits));
+  T* stream = reinterpret_cast<T*>(room + num_room); // the residual stream
+  T* qkv = stream + num_tokens * size;
+  T* attended = qkv + num_tokens * qkv_size;
+  T* kept_stream = attended + num_tokens * q_size; // of the rows that need logits
+  T* kept_attended = kept_stream + pass.num_rows * size;
+  T* last_normed = kept_attended + pass.num_rows * q_size;
+  T* normed = last_normed + pass.num_rows * size; // of some rows, as what follows
+  T* gate_up = normed + most_rows * size;
+  T* gated = gate_up + most_rows * widest;
   Team& team = *static_cast<Team*>(decoder.team);
   const std::vector<AttentionItem> items = attention_items(plan, heads, team.num_threads());
 
@@ -280,7 +282,6 @@ void forward(const Decoder& decoder, const AttentionPlan& plan, const DecoderPas
     }
     linear<T>(member, decoder.head, norm(stream_rows, decoder.final_norm, last_normed, num_rows), num_rows, nullptr, logits, room);
   });
-  for (WorkingMemory& each : memories) each.give_back(WorkingMemory::kKeptBytes / std::size(memories));
 }
 
 } // namespace

@@ -115,9 +115,9 @@ void linear(Member& member, const Weight& weight, const T* x, int64_t num_rows, 
 template <typename T>
 void run_linear(Team* team, const Weight& weight, const T* x, int64_t num_rows, const T* residual, T* output) {
   static thread_local WorkingMemory memory;
-  Line* room = memory.room_for<Line>(linear_lines<T>(weight, num_rows));
+  const Lease lease{memory};
+  Line* room = memory.lines(linear_lines<T>(weight, num_rows));
   team->run([&](Member& member) { linear(member, weight, x, num_rows, residual, output, room); });
-  memory.give_back();
 }
 
 // Copy the weights of an output to `result`, [num_inputs].

@@ -234,25 +234,23 @@ constexpr int64_t num_lines(int64_t count) {
 // Working memory of a thread, which it keeps for its next call, with whatever is in it.
 class WorkingMemory {
 public:
-  static constexpr size_t kKeptBytes = 64 << 20;
-
-  // Return room for so many numbers, or lines.
-  template <typename T>
-  T* room_for(int64_t count) {
-    if (num_lines<T>(count) > size_) {
+  Line* lines(int64_t count) {
+    if (count > size_) {
       free(); // first: there may be no room for both
-      lines_.reset(new Line[num_lines<T>(count)]);
-      size_ = num_lines<T>(count);
+      lines_.reset(new Line[count]);
+      size_ = count;
     }
-    return reinterpret_cast<T*>(lines_.get());
+    return lines_.get();
   }
 
   // Free it if only long prompts need so much: each thread that ever led a step would keep it.
-  void give_back(size_t kept_bytes = kKeptBytes) {
-    if (size_ * sizeof(Line) > kept_bytes) free();
+  void give_back() {
+    if (size_ * sizeof(Line) > kKeptBytes) free();
   }
 
 private:
+  static constexpr size_t kKeptBytes = 64 << 20;
+
   void free() {
     lines_.reset();
     size_ = 0;
@@ -260,6 +258,12 @@ private:
 
   std::unique_ptr<Line[]> lines_;
   int64_t size_ = 0;
+};
+
+// Gives working memory back at the end of a scope, also if that is an exception.
+struct Lease {
+  WorkingMemory& memory;
+  ~Lease() { memory.give_back(); }
 };
 
 // Call work(first, count) for rows in parts of nearly equal size.

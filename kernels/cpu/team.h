@@ -17,7 +17,7 @@ namespace {
 
 constexpr int64_t kChunkSize = 16384;   // least elements of a chunk that is worth sharing
 constexpr int64_t kChunksPerThread = 8; // most chunks of a phase for each thread: an uneven end costs an eighth
-constexpr int kSpins = 2000;            // of a thread that waits before it lets others have its core, 50 to 100 microseconds
+constexpr int kSpins = 2000;            // of a thread that waits before it lets others have its core, up to 100 microseconds
 constexpr int kYields = 4000;           // of it before it sleeps, some milliseconds: steps follow one another
 
 inline void pause_thread() {
@@ -82,8 +82,8 @@ public:
 
   int64_t num_threads() const { return num_threads_; }
 
-  // Run `body(member)` on all threads that are free, or of few numbers on this one; return when all have.
-  // Throws std::bad_alloc if there was too little memory for some of its work.
+  // Run `body(member)` on all threads that are free, or of few numbers on this one; return when all have. It must not throw but in
+  // `share`. Throws std::bad_alloc if there was too little memory for some of its work.
   template <typename Body>
   void run(const Body& body, int64_t size = std::numeric_limits<int64_t>::max()) {
     if (size <= kChunkSize || num_threads_ == 1 || is_forked()) {
@@ -161,8 +161,9 @@ void Member::share(int64_t count, int64_t size, const Work& work) {
     if (!team_.ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) continue;
     const int64_t begin = static_cast<int64_t>(ticket - first) * chunk;
     try {
-      for (int64_t i = begin; i < std::min(begin + chunk, count); ++i) work(i);
-    } catch (const std::bad_alloc&) { // the others count on this chunk: `run` reports it
+      if (!team_.lacks_memory_.load(std::memory_order_relaxed))
+        for (int64_t i = begin; i < std::min(begin + chunk, count); ++i) work(i);
+    } catch (const std::bad_alloc&) { // the others count on this chunk: they pass over what is left, and `run` reports it
       team_.lacks_memory_ = true;
     }
     if (team_.finished_.fetch_add(1, std::memory_order_acq_rel) + 1 == chunks_) team_.finished_.notify_all();

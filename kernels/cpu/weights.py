@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan.kernels.cpu.compiled import INT, POINTER, CompiledKernels
+from titan.kernels.torch.backend import using_threads
 
 BLOCK = 16
 """``kBlock`` of the C++: outputs side by side."""
@@ -78,9 +79,10 @@ def pack_weight(weight: Tensor, kernels: CompiledKernels) -> Tensor:
     packed = torch.empty(_round_up(num_outputs, step), depth, dtype=kind)
     use_huge_pages(packed.data_ptr(), packed.nbytes)
     word = torch.int16 if kind == torch.uint16 else torch.int32  # PyTorch copies few things of unsigned ones
-    for first, rows in _pieces(weight, NUMBERS[kind], len(packed), depth * kind.itemsize // NUMBERS[kind].itemsize):
-        blocks = packed[first : first + len(rows)].view(word).view(-1, depth, BLOCK)
-        blocks.copy_(rows.view(word).view(-1, BLOCK, depth).transpose(1, 2))
+    with using_threads(kernels.num_threads):
+        for first, rows in _pieces(weight, NUMBERS[kind], len(packed), depth * kind.itemsize // NUMBERS[kind].itemsize):
+            blocks = packed[first : first + len(rows)].view(word).view(len(rows) // BLOCK, depth, BLOCK)
+            blocks.copy_(rows.view(word).view(len(rows) // BLOCK, BLOCK, depth).transpose(1, 2))
     return packed[:num_outputs]
 
 

@@ -263,11 +263,12 @@ def test_threads_live_as_long_as_the_operations_that_run_on_them() -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of Linux, which counts what a process has mapped")
-def test_too_little_memory_is_an_error_of_the_call_alone() -> None:
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_too_little_memory_is_an_error_of_the_call_alone(num_threads: int) -> None:
     """Of threads that need it for their parts; the next call has results again."""
     size, options, tokens = 2**24, np.zeros(2, OPTIONS), torch.full((2, 2), -1)
     probs, num_children, places = torch.full((2, size), 2**-24), torch.tensor([2, 2]), torch.tensor([0, 1])
-    function = make_kernels(KINDS["cpu"], 2).function("sample_children", None, *[c_void_p] * 5, *[c_int64] * 3)
+    function = make_kernels(KINDS["cpu"], num_threads).function("sample_children", None, *[c_void_p] * 5, *[c_int64] * 3)
     tensors = probs, num_children, places, tokens
     sample = partial(function, options.ctypes.data, *(tensor.data_ptr() for tensor in tensors), 2, size, 2)
     mapped, limits = int(Path("/proc/self/statm").read_text("utf-8").split()[0]) * mmap.PAGESIZE, getrlimit(RLIMIT_AS)
