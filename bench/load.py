@@ -147,7 +147,7 @@ class LoadBench:
 
 
 def _serve(engine: Engine, warm_up: Workload, measure: Callable[[Engine, Workload], Result], workload: Workload) -> Result:
-    """Measure after a warm-up with requests of no round, as prompts of a round must not be cached before."""
+    """Measure after a warm-up with requests of its own: where prompts are to be cached, these are the same in all rounds."""
     run_workload(engine, warm_up)
     return measure(engine, workload)
 

@@ -23,7 +23,7 @@ def check_claim(owner: object, name: str, value: object) -> None:
 
 
 def claim(owner: object, name: str, value: object) -> None:
-    """Claim a value for an engine, which keeps it alive until it gives it up with `keep_claims`.
+    """Claim a value for an engine until `keep_claims`. The engine must keep it alive as long, as it is known by its id.
 
     Raises:
         ValueError: as `check_claim`.

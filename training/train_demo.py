@@ -27,7 +27,8 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, get_cosine_with_min_lr_schedule_with_warmup
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmup_lr_rate
 
 from titan import LLM, SamplingParams
 from titan.bench.prompts import is_held_out, source_files
@@ -157,7 +158,7 @@ def fit(name: str, model: nn.Module, num_steps: int, lr: float, loss_of_batch: C
         torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0),
     ]
     schedules = [
-        get_cosine_with_min_lr_schedule_with_warmup(optimizer, max(1, num_steps // 25), num_steps, min_lr_rate=0.05)
+        get_cosine_with_min_lr_schedule_with_warmup_lr_rate(optimizer, max(1, num_steps // 25), num_steps, min_lr_rate=0.05)
         for optimizer in optimizers
     ]
     start, losses = time.perf_counter(), list[float]()

@@ -22,6 +22,7 @@ def test_gaps_between_arrivals_are_exponential_with_a_mean_of_a_second() -> None
     gaps = np.diff(arrivals)
     assert arrivals[0] == 0 and len(arrivals) == 20_000
     assert gaps.mean() == pytest.approx(1, abs=0.03) and gaps.std() == pytest.approx(1, abs=0.03)
+    assert np.median(gaps) == pytest.approx(np.log(2), abs=0.03)
     assert arrivals[:50] == draw_arrivals(50, seed=3) != draw_arrivals(50, seed=2)
 
 

@@ -95,6 +95,11 @@ def test_a_window_that_is_not_used_may_be_of_nothing(tmp_path: Path) -> None:
     assert {layer.attention.window for layer in layers} == {None}
 
 
+def test_a_window_of_nothing_is_refused_where_the_family_uses_it_whatever_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="sliding_window=0 is not allowed: it must be an integer from 1"):
+        read(tmp_path, "mistral", use_sliding_window=False, sliding_window=0)
+
+
 def test_layers_of_an_unknown_type_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'chunked_attention' is not supported"):
         read(tmp_path, "qwen2", layer_types=["chunked_attention"] * 3)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -176,6 +178,13 @@ def test_packed_experts_are_those_of_transformers(
     choice = chosen.indices, chosen.values.to(dtype)
     for expected in (plain(rows, *choice), grouped_mm_experts_forward(plain, rows, *choice)):
         assert_same(packed(rows, *choice), expected)
+    is_there = ref(packed)
+    gc.disable()
+    try:
+        del packed
+        assert is_there() is None, "no cycle keeps its weights"
+    finally:
+        gc.enable()
 
 
 def test_attention_of_a_models_own_that_goes_by_slots_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

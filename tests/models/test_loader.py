@@ -221,26 +221,27 @@ def test_a_tokenizer_of_tekken_alone_is_not_read_without_its_beginning_of_sequen
     assert "has no tokenizer but tekken.json, which is not read: it needs a tokenizer.json beside it" in caplog.text
 
 
-@pytest.mark.parametrize("token", ["[INST]", "[HELLO]"])
+@pytest.mark.parametrize(("token", "num_others"), [("[INST]", 100_000), ("[HELLO]", 100_000), ("[INST]", 10)])
 def test_of_mistrals_large_vocabularies_alone_the_pattern_is_corrected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: str, num_others: int
 ) -> None:
     """Theirs has single digits, and tokenizer.json another one, as other tokenizers have it whose models are of the same type."""
     make_model(tmp_path, "mistral")
     path = tmp_path / "config.json"
     path.write_text(path.read_text().replace("transformers_version", "_"))
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {piece: i for i, piece in enumerate([*letters, "12", *(f"unused {i}" for i in range(100_000))])}
+    vocabulary = {piece: i for i, piece in enumerate([*letters, "12", *(f"unused {i}" for i in range(num_others))])}
     tokenizer = Tokenizer(models.BPE(vocabulary, [("1", "2")]))
     split = pre_tokenizers.Split(Regex(r"\p{N}{1,3}| ?\S+"), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, additional_special_tokens=[token]).save_pretrained(tmp_path)
     loaded = load_tokenizer(ModelFiles(str(tmp_path)))
     assert loaded is not None
-    expected = ["1", "2"] if token == "[INST]" else ["12"]
+    is_corrected = token == "[INST]" and num_others == 100_000
+    expected = ["1", "2"] if is_corrected else ["12"]
     assert loaded.convert_ids_to_tokens(loaded.encode("12", add_special_tokens=False)) == expected
     monkeypatch.setattr("transformers.__version__", "5.3.0")
-    if token == "[INST]":
+    if is_corrected:
         with pytest.raises(ValueError, match=r"cannot be read .*: its pattern may be wrong.* from 5\.5 on: 5\.3\.0 is installed"):
             load_tokenizer(ModelFiles(str(tmp_path)))
     else:

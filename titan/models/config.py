@@ -97,6 +97,8 @@ class DecoderConfig(ModelConfig):
         if not getattr(config, "is_causal", True):
             raise NotNativeError("is_causal=False is not supported: it must be true")
         family = ARCHITECTURES[architecture](config)
+        for window in {*family.layer_windows} - {None}:
+            check_integer("sliding_window", window, 1, MAX_SIZE)
         entries = family.layer_ropes or (WHOLE_ROPE,) * len(family.layer_windows)
         read = partial(read_rope, config, head_dim, may_rotate_part=family.may_rotate_part)
         rope_of = {each: NO_ROPE if each is None else read(each) for each in dict.fromkeys(entries)}

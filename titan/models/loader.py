@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from packaging import version
 from torch import nn
 
 from titan.core.checks import shown
@@ -57,9 +56,10 @@ CHAT_TEMPLATE = "chat_template.json"
 """File beside a tokenizer, of models of images whose processor was saved by an old version of transformers."""
 TEKKEN = "tekken.json"
 """File of a tokenizer of mistral-common: where transformers reads it, no beginning of sequence is put before a prompt."""
-TEKKEN_TOKEN = "[INST]"
-"""Token of such tokenizers: of those of 2024 and 2025, tokenizer.json has another pattern than the vocabulary was made with."""
-CORRECTS_TEKKEN = "5.5"
+TEKKEN_TOKEN, TEKKEN_SIZE = "[INST]", 100_000
+"""Token of such tokenizers, and how large they are at least: of those of 2024 and 2025, tokenizer.json has another pattern than the
+vocabulary was made with."""
+CORRECTS_TEKKEN = 5, 5
 """First version of transformers that does."""
 TIKTOKEN = "tiktoken.model"
 """The one file of this ending that is not of sentencepiece."""
@@ -188,10 +188,10 @@ def load_tokenizer(files: ModelFiles, *, trust_remote_code: bool = False) -> Pre
             read = partial(AutoTokenizer.from_pretrained, folder, trust_remote_code=trust_remote_code, mistral_format=False)
             with quiet():  # of the pattern that is corrected
                 tokenizer: PreTrainedTokenizerBase = read()
-            if TEKKEN_TOKEN in tokenizer.get_added_vocab():
-                if version.parse(transformers.__version__) < version.parse(CORRECTS_TEKKEN):
+            if TEKKEN_TOKEN in tokenizer.get_added_vocab() and tokenizer.vocab_size >= TEKKEN_SIZE:
+                if tuple(map(int, transformers.__version__.split(".")[:2])) < CORRECTS_TEKKEN:
                     raise ImportError(
-                        f"its pattern may be wrong, which transformers corrects from {CORRECTS_TEKKEN} on: "
+                        f"its pattern may be wrong, which transformers corrects from {'.'.join(map(str, CORRECTS_TEKKEN))} on: "
                         f"{transformers.__version__} is installed"
                     )
                 tokenizer = read(fix_mistral_regex=True)

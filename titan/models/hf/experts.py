@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import proxy
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ class PackedExperts:
     """The experts of a module with packed weights, each run on the tokens that chose it."""
 
     def __init__(self, ops: LayerOps, module: Any) -> None:
-        self._ops, self._module = ops, module
+        self._ops, self._module = ops, proxy(module)  # which owns this: no cycle keeps the weights of a model that is gone
         self._up, self._down = (pack_layers(ops, module, name) for name in layer_names(module))
 
     def run(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
