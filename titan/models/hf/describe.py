@@ -40,11 +40,7 @@ class TransformersConfig(ModelConfig):
     model_class: Any  # of transformers, or code of the checkpoint; of composite models text-only
     modules: tuple[ProbedModule, ...]  # that attend through transformers' interface; none of a model with attention of its own
     trust_remote_code: bool
-
-    @property
-    def may_run_own_code(self) -> bool:
-        """Whether the modules may be code of the checkpoint."""
-        return self.trust_remote_code and hasattr(self.source, "auto_map")
+    runs_own_code: bool  # whether the modules may be code of the checkpoint
 
 
 def describe(source: Any, eos_token_ids: tuple[int, ...] | None = None, *, trust_remote_code: bool = False) -> TransformersConfig:
@@ -53,7 +49,8 @@ def describe(source: Any, eos_token_ids: tuple[int, ...] | None = None, *, trust
     Raises:
         ValueError: the model, or a feature of it, is not supported.
     """
-    check_config(source, runs_own_code=trust_remote_code and hasattr(source, "auto_map"))
+    runs_own_code = trust_remote_code and hasattr(source, "auto_map")
+    check_config(source, runs_own_code=runs_own_code)
     with quiet():
         check_quantisation(source)
     register()
@@ -93,6 +90,7 @@ def describe(source: Any, eos_token_ids: tuple[int, ...] | None = None, *, trust
         model_class=type(model),
         modules=modules,
         trust_remote_code=trust_remote_code,
+        runs_own_code=runs_own_code,
     )
 
 

@@ -82,7 +82,7 @@ def load_weights(
     loaded = TransformersModel(model, config, attending, dtype=dtype, backend=backend, order=order)
     if isinstance(attending, GatheredAttention):
         check_gathering(loaded, model, order)
-    elif config.may_run_own_code:  # transformers' own modules are held to it by tests
+    elif config.runs_own_code:  # transformers' own modules are held to it by tests
         check_rows(find_decoder(model), attending.current, loaded.ops, KVTensor(loaded.kv_layout, 1, CHECKED_SLOTS, loaded.device))
     copy_mapped(model, tensors)
     _say_what_differs(name, config, found, *sizes)
