@@ -12,14 +12,8 @@
 
 #include "product.h"
 
-// The longest codes that pay. AVX2 has too few registers for decoding beside the sums of more than 4 rows: these lose more with codes of
-// 12 bits than few rows gain.
-#if defined(__AVX512BW__)
-#define TITAN_CODE_BITS 12
-#elif defined(__AVX2__)
-#define TITAN_CODE_BITS 8
-#else
-#define TITAN_CODE_BITS 0
+#if defined(__AVX512BW__) || defined(__AVX2__)
+#define TITAN_HAS_CODES 1
 #endif
 
 namespace {
@@ -42,6 +36,11 @@ static_assert(sizeof(RareWeight) == 8 && sizeof(CodeHeader) == 64); // as in wei
 
 constexpr int kUnitInputs = 8; // inputs whose weights are coded together
 constexpr int kPartBytes = 64; // of a unit's parts: the numbers of upper bytes, 4 bits each; lower bytes of 4 inputs; those of 4 more
+
+// Rows of a group from which on what it decodes is kept for further groups, if it then stays in the L2 cache; never with AVX-512, whose
+// registers suffice for decoding beside the sums of all rows.
+constexpr int kLeastKept = kLanes == 16 ? kMostRows + 1 : 5;
+constexpr int64_t kKeptBytes = 1 << 18;
 
 // The codes of a block, of 12 or 8 bits: [depth / kUnitInputs, kUnitBytes], behind their header.
 template <int Bits>
@@ -98,7 +97,7 @@ void unpack_codes(const Weight& weight, int64_t row, T* result) {
   });
 }
 
-#if TITAN_CODE_BITS > 0
+#ifdef TITAN_HAS_CODES
 
 // Decode the weights of half a unit, two pairs of inputs, for the outputs of one vector of the block; rare ones are 0.0. The block's
 // palette is in every 16 bytes.
@@ -132,17 +131,9 @@ inline Words palette_of(const Codes<Bits>& codes) {
 #endif
 }
 
-inline void store_pairs(Words pairs, BFloat16* result) { store(pairs, result); }
-
-inline void store_pairs(Words pairs, float* result) {
-  store(load_number<0>(pairs), result);
-  store(load_number<1>(pairs), result + kBlock);
-}
-
-// Decode the weights of inputs begin .. end - 1 of a block to pairs [(end - begin) / 2, kBlock, 2], or to float32
-// [end - begin, kBlock]; rare ones are 0.0.
-template <int Bits, typename T>
-inline void decode_units(const Codes<Bits>& codes, int64_t begin, int64_t end, T* result) {
+// Decode the weights of inputs begin .. end - 1 of a block to pairs [(end - begin) / 2, kBlock, 2]; rare ones are 0.0.
+template <int Bits>
+inline void decode_units(const Codes<Bits>& codes, int64_t begin, int64_t end, BFloat16* result) {
   const Words palette = palette_of(codes);
   for (int64_t input = begin; input < end; input += kUnitInputs) {
     const uint8_t* unit = codes.units() + input / kUnitInputs * codes.kUnitBytes;
@@ -152,18 +143,22 @@ inline void decode_units(const Codes<Bits>& codes, int64_t begin, int64_t end, T
       Words pairs[2];
       decode_half<Bits>(unit, half, vector, palette, pairs[0], pairs[1]);
       // one by one: GCC 12 copies both together over the stack
-      store_pairs(pairs[0], result + (input - begin + 4 * half) * kBlock + vector * kLanes * kPair<T>);
-      store_pairs(pairs[1], result + (input - begin + 4 * half + 2) * kBlock + vector * kLanes * kPair<T>);
+      store(pairs[0], result + (input - begin + 4 * half) * kBlock + vector * kLanes * 2);
+      store(pairs[1], result + (input - begin + 4 * half + 2) * kBlock + vector * kLanes * 2);
     }
   }
 }
 
-// As `multiply_blocks`, by blocks of a weight in codes, the first at `start`; rare weights are 0.0.
-template <int M, int B, int Bits, typename X>
-[[gnu::noinline]] void multiply_units(const X* x, int64_t stride, const uint8_t* start, int64_t depth, Lanes (&results)[B * kParts][M]) {
+// As `multiply_blocks`, by blocks of a weight in codes, the first at `start`; rare weights are 0.0. A block may be kept as it is decoded,
+// as pairs [depth / 2, kBlock, 2].
+template <int M, int B, int Bits, bool IsKept, typename X>
+[[gnu::noinline]] void multiply_units(const X* x, int64_t stride, const uint8_t* start, int64_t depth, BFloat16* kept,
+                                      Lanes (&results)[B * kParts][M]) {
   constexpr int kUnitBytes = Codes<Bits>::kUnitBytes;
   // Vectors that are decoded together, as many as there are registers for, so that a number of x is loaded once for them.
   constexpr int kSets = kLanes == 16 ? 1 : B, kVectors = B * kParts / kSets;
+  // Beside the sums of many rows, AVX2 has registers for decoding alone, or multiplying: what is decoded goes to memory in between.
+  constexpr bool kGoesToMemory = IsKept || (kLanes < 16 && M > 3 && !Codes<Bits>::kIsShort);
   const int64_t last = depth - kPrefetchBytes / kUnitBytes * kUnitInputs;
   const uint8_t* unit[B];
   Words palette[B];
@@ -180,12 +175,14 @@ template <int M, int B, int Bits, typename X>
 #pragma GCC unroll 6
     for (int i = 0; i < 2 * kSets; ++i) {
       const int half = i % 2, set = i / 2;
-      Words pairs[2][kVectors];
+      Words room[2][kVectors];
+      const auto pairs = IsKept ? reinterpret_cast<Words(*)[kVectors]>(kept + (input + 4 * half) * kBlock) : room;
 #pragma GCC unroll 3
       for (int v = 0; v < kVectors; ++v) {
-        const int block = (set * kVectors + v) / kParts;
-        decode_half<Bits>(unit[block], half, v % kParts, palette[block], pairs[0][v], pairs[1][v]);
+        const int vector = set * kVectors + v, block = vector / kParts;
+        decode_half<Bits>(unit[block], half, vector % kParts, palette[block], pairs[0][v], pairs[1][v]);
       }
+      if constexpr (kGoesToMemory) asm volatile("" : : "r"(pairs) : "memory");
 #pragma GCC unroll 2
       for (int pair = 0; pair < 2; ++pair) add_products<M, kVectors>(x + input + 4 * half + 2 * pair, stride, pairs[pair], sums[set]);
     }
@@ -197,30 +194,17 @@ template <int M, int B, int Bits, typename X>
     for (int row = 0; row < M; ++row) results[v][row] = sums[v / kVectors][v % kVectors][row];
 }
 
-// Decode some blocks of a weight but for the rare ones.
-template <int Bits, typename X>
-const X* decode_blocks(const Weight& weight, int64_t first, int64_t end, int64_t depth) {
-  static thread_local WorkingMemory memory;
-  X* result = reinterpret_cast<X*>(memory.lines(num_lines<X>((end - first) * kBlock * depth)));
-  for (int64_t block = first; block < end; ++block) {
-    const Codes<Bits> codes(weight.data, block, depth);
-    for (int64_t input = 0; input < depth; input += kPairInputs) {
-      const uint8_t* unit = codes.units() + input / kUnitInputs * codes.kUnitBytes;
-      for (int64_t byte = 0; byte < kPairInputs / kUnitInputs * codes.kUnitBytes; byte += kPartBytes)
-        __builtin_prefetch(unit + kPrefetchBytes + byte, 0, kToL2);
-      decode_units(codes, input, input + kPairInputs, result + ((block - first) * depth + input) * kBlock);
-    }
-  }
-  return result;
-}
-
-// Multiply x [M, depth] by B blocks of a weight, which may be `decoded`.
+// Multiply x [M, depth] by B blocks of a weight, which are kept, or were kept by rows before these, unless `kept` is null.
 template <int M, int B, int Bits, typename X>
-void multiply_codes(const X* x, const Weight& weight, int64_t block, const X* decoded, int64_t depth, Lanes (&sums)[B * kParts][M]) {
-  if (decoded)
-    multiply_blocks<M, B>(x, depth, decoded, depth, sums);
+void multiply_codes(const X* x, const Weight& weight, int64_t block, BFloat16* kept, bool are_kept, int64_t depth,
+                    Lanes (&sums)[B * kParts][M]) {
+  const uint8_t* start = Codes<Bits>(weight.data, block, depth).start;
+  if (are_kept)
+    multiply_blocks<M, B>(x, depth, static_cast<const BFloat16*>(kept), depth, sums);
+  else if (M >= kLeastKept && kept)
+    multiply_units<M, B, Bits, (M >= kLeastKept)>(x, depth, start, depth, kept, sums);
   else
-    multiply_units<M, B, Bits>(x, depth, Codes<Bits>(weight.data, block, depth).start, depth, sums);
+    multiply_units<M, B, Bits, false>(x, depth, start, depth, nullptr, sums);
   for (int b = 0; b < B; ++b)
     Codes<Bits>(weight.data, block + b, depth).for_each_rare([&](const RareWeight& rare) {
       for (int row = 0; row < M; ++row)
@@ -230,8 +214,14 @@ void multiply_codes(const X* x, const Weight& weight, int64_t block, const X* de
 
 #endif
 
-// The longest codes that weights may be kept in, in bits of a number; 0: there are none.
-inline int64_t longest_codes() { return TITAN_CODE_BITS; }
+// Whether products read codes.
+inline bool has_codes() {
+#ifdef TITAN_HAS_CODES
+  return true;
+#else
+  return false;
+#endif
+}
 
 // Choose the palettes of rows [num_rows, depth], a multiple of kBlock rows, from `first_block` of the weight on, and write the headers
 // but for the place of the rare weights.

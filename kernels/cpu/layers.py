@@ -31,7 +31,7 @@ class CompiledOps(TorchOps):
     def __init__(self, kernels: CompiledKernels, dtype: torch.dtype) -> None:
         super().__init__(torch.device("cpu"))
         self._kernels, self._dtype = kernels, dtype
-        self.packs_8_bits = kernels.longest_codes >= 8
+        self.packs_8_bits = kernels.has_codes
         self._multiply = kernels.function("linear", dtype, POINTER, POINTER, INT, POINTER, POINTER)
         self._attend = kernels.function("tree_attention", dtype, *[POINTER] * 3, INT, POINTER, POINTER)
         of_writes = POINTER, INT, INT, INT, POINTER, INT, POINTER, INT, INT, INT

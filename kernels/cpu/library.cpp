@@ -32,7 +32,7 @@ const void* find(std::string_view name) {
   const std::pair<std::string_view, const void*> functions[] = {
       {"make_team", reinterpret_cast<const void*>(make_team)},
       {"free_team", at<free_team>()},
-      {"longest_codes", reinterpret_cast<const void*>(longest_codes)},
+      {"has_codes", reinterpret_cast<const void*>(has_codes)},
       {"choose_palettes", at<choose_palettes>()},
       {"make_codes_8", at<make_codes<8>>()},
       {"make_codes_12", at<make_codes<12>>()},

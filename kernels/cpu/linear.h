@@ -28,20 +28,16 @@ template <typename T>
 
 // Multiply M rows with B blocks of the weight.
 template <typename Packed, int M, int B, typename T, typename X>
-void multiply_strip(const Weight& weight, const X* x, int64_t block, const X* decoded, const T* residual, T* output) {
+void multiply_strip(const Weight& weight, const X* x, int64_t block, BFloat16* kept, bool are_kept, const T* residual,
+                    T* output) {
   const int64_t depth = depth_of(weight);
   Lanes sums[B * kParts][M];
   if constexpr (kBitsOf<Packed> > 0)
-    multiply_codes<M, B, kBitsOf<Packed>>(x, weight, block, decoded, depth, sums);
+    multiply_codes<M, B, kBitsOf<Packed>>(x, weight, block, kept, are_kept, depth, sums);
   else
     multiply_blocks<M, B>(x, depth, static_cast<const Packed*>(weight.data) + block * kBlock * depth, depth, sums);
   write_strip(sums[0], B * kParts, M, weight, block * kBlock, residual, output);
 }
-
-// From so many rows on, decoding a strip once takes less time than for each group of rows, if it then stays in the L2 cache.
-template <typename X>
-constexpr int64_t kDecodedRows = kLanes < 16 ? 32 : kPair<X> == 2 ? 128 : 64;
-constexpr int64_t kDecodedBytes = 1 << (kLanes == 16 ? 20 : 18);
 
 // Number of rows that are multiplied together: groups are of nearly equal size, unless a row alone behind full ones takes more blocks.
 constexpr int64_t group_rows_of(int64_t num_rows) {
@@ -56,18 +52,17 @@ void multiply_by_vectors(Member& member, const Weight& weight, const X* x, int64
   const int64_t num_blocks = (weight.num_outputs + kBlock - 1) / kBlock, depth = depth_of(weight);
   member.share((num_blocks + most - 1) / most, num_rows * depth * most * kBlock, [&](int64_t strip) {
     const int64_t begin = strip * most, end = std::min(begin + most, num_blocks);
-    const X* decoded = nullptr;
-    if constexpr (kBitsOf<Packed> > 0) {
-      if (num_rows >= kDecodedRows<X> && most * kBlock * depth * int64_t{sizeof(X)} <= kDecodedBytes)
-        decoded = decode_blocks<kBitsOf<Packed>, X>(weight, begin, end, depth);
-    }
+    static thread_local WorkingMemory memory;
+    const int64_t size = (end - begin) * kBlock * depth * int64_t{sizeof(BFloat16)};
+    const bool keeps = kBitsOf<Packed> > 0 && group_rows >= kLeastKept && num_rows > group_rows && size <= kKeptBytes;
+    BFloat16* kept = keeps ? reinterpret_cast<BFloat16*>(memory.lines(num_lines<uint8_t>(size))) : nullptr;
     for (int64_t first = 0; first < num_rows; first += group_rows) {
       const int64_t place = first * weight.num_outputs;
       with_constant<kMostRows>(std::min(group_rows, num_rows - first), [&](auto m) {
         const auto multiply = [&](int64_t block, auto b) {
-          const X* blocks = decoded ? decoded + (block - begin) * kBlock * depth : nullptr;
           const T* added = residual ? residual + place : nullptr;
-          multiply_strip<Packed, m, b>(weight, x + first * depth, block, blocks, added, output + place);
+          BFloat16* blocks = keeps ? kept + (block - begin) * kBlock * depth : nullptr;
+          multiply_strip<Packed, m, b>(weight, x + first * depth, block, blocks, keeps && first > 0, added, output + place);
         };
         int64_t block = begin;
         for (; block + most_blocks(m) <= end; block += most_blocks(m)) multiply(block, std::integral_constant<int, most_blocks(m)>{});
@@ -102,10 +97,8 @@ void linear(Member& member, const Weight& weight, const T* x, int64_t num_rows, 
     if (weight.format == kFloat32) return multiply_by_vectors<float>(member, weight, rows, num_rows, residual, output);
     if (weight.format == kFloat16) return multiply_by_vectors<Float16>(member, weight, rows, num_rows, residual, output);
   }
-#if TITAN_CODE_BITS >= 12
+#ifdef TITAN_HAS_CODES
   if (weight.format == kCodes) return multiply_by_vectors<Codes<12>>(member, weight, rows, num_rows, residual, output);
-#endif
-#if TITAN_CODE_BITS >= 8
   if (weight.format == kShortCodes) return multiply_by_vectors<Codes<8>>(member, weight, rows, num_rows, residual, output);
 #endif
   multiply_by_vectors<BFloat16>(member, weight, rows, num_rows, residual, output);

@@ -4,8 +4,8 @@ bfloat16 weights are packed as pairs of inputs, [outputs / 16, inputs / 2, 16, 2
 exactly: most models are published in bfloat16; run in float32, half of the bits read of each weight would be zeros. Other float32
 weights are packed as [outputs / 16, inputs, 16], in float16 if that holds them exactly.
 
-With AVX-512, pairs are kept in codes of 12 bits, without loss (``codes.h``): a pass of few rows takes as long as reading the
-weights does. Those whose mantissas end after 3 bits take 8 bits, with AVX2 as well.
+With AVX-512 or AVX2, pairs are kept in codes of 12 bits, without loss (``codes.h``): a pass of few rows takes as long as reading
+the weights does. Those whose mantissas end after 3 bits take 8 bits.
 
 A packed weight is a tensor of integers, so that no operation of PyTorch takes it for numbers: int32 [out_features, inputs / 2] of
 pairs, uint8 [out_features, bytes of a block / 16] of codes, int8 of those of 8 bits, uint16 [out_features, inputs] of float16, or
@@ -72,7 +72,7 @@ def pack_weight(weight: Tensor, kernels: CompiledKernels) -> Tensor:
     if is_packed(weight):
         return weight
     kind = next(kind for kind in (torch.int32, torch.uint16, torch.uint32) if _is_held(weight, NUMBERS[kind]))
-    if kind == torch.int32 and weight.numel() and (coded := _make_codes(weight, kernels)) is not None:
+    if kind == torch.int32 and kernels.has_codes and weight.numel() and (coded := _make_codes(weight, kernels)) is not None:
         return coded
     (num_outputs, num_inputs), step = weight.shape, PAIR_INPUTS if kind == torch.int32 else BLOCK
     depth = _round_up(num_inputs, step) // 2 if kind == torch.int32 else num_inputs
@@ -100,12 +100,10 @@ def round_to_8_bits(weight: Tensor) -> None:
 
 
 def _make_codes(weight: Tensor, kernels: CompiledKernels) -> Tensor | None:
-    """Return a weight in codes; ``None`` if they would be too long, or too many of its numbers are rare."""
+    """Return a weight in codes; ``None`` if too many of its numbers are rare."""
     (num_rows, depth), arguments = (_round_up(size, PAIR_INPUTS) for size in weight.shape), (POINTER, INT, INT, INT)
     pieces = (each for _, rows in _pieces(weight, torch.bfloat16, num_rows, depth) for each in rows.split(CHUNK_ROWS))
     dtype = torch.uint8 if any((each.view(torch.int16) & 15).any() for each in pieces) else torch.int8
-    if CODE_BITS[dtype] > kernels.longest_codes:
-        return None
     num_blocks = num_rows // BLOCK
     headers = torch.empty(num_blocks, HEADER_BYTES, dtype=torch.uint8)
     choose = kernels.function("choose_palettes", None, *arguments, POINTER)

@@ -110,7 +110,7 @@ def test_every_number_is_where_the_layout_says(kernels: CompiledKernels, model: 
     rows = CompiledOps(kernels, weight.dtype).look_up(token_ids, packed, size[1])
     assert torch.equal(rows, weight[token_ids]) and torch.equal(rows.signbit(), weight[token_ids].signbit())
     kind_of_codes = torch.int8 if "8 bits" in model else torch.uint8
-    assert (packed.dtype == kind_of_codes) == (has_pairs and CODE_BITS[kind_of_codes] <= kernels.longest_codes)
+    assert (packed.dtype == kind_of_codes) == (has_pairs and kernels.has_codes)
     if packed.dtype in CODE_BITS:
         padded = decoded(packed, size[1])
         assert torch.equal(padded[: size[0], : size[1]].to(weight.dtype), weight)
@@ -138,7 +138,7 @@ def test_a_weight_may_begin_anywhere_in_its_storage(kernels: CompiledKernels) ->
 def test_the_smallest_format_that_holds_a_weight_is_its_own(kernels: CompiledKernels) -> None:
     weight = random(2048, 64).bfloat16().float()
     for number, dtype in (
-        (1.0, torch.uint8 if kernels.longest_codes == 12 else torch.int32),
+        (1.0, torch.uint8 if kernels.has_codes else torch.int32),
         (1 + 2**-8, torch.uint16),
         (1 + 2**-11, torch.uint32),
         (1e30, torch.uint32),
@@ -149,15 +149,13 @@ def test_the_smallest_format_that_holds_a_weight_is_its_own(kernels: CompiledKer
         assert pack_weight(weight, kernels).dtype == pack_weight(weight.T, kernels).dtype == dtype
     round_to_8_bits(weight[:-1])
     weight[-1] = 1 + 2**-3
-    assert pack_weight(weight, kernels).dtype == (torch.int8 if kernels.longest_codes else torch.int32)
+    assert pack_weight(weight, kernels).dtype == (torch.int8 if kernels.has_codes else torch.int32)
     weight[-1, -1] = 1 + 2**-4
-    assert pack_weight(weight, kernels).dtype == (torch.uint8 if kernels.longest_codes == 12 else torch.int32)
+    assert pack_weight(weight, kernels).dtype == (torch.uint8 if kernels.has_codes else torch.int32)
 
 
-def test_codes_are_of_12_bits_with_avx512_and_of_8_with_avx2(kernels: CompiledKernels, request: pytest.FixtureRequest) -> None:
-    kind = KINDS[request.node.callspec.params["kernels"]].name
-    if kind != "native":
-        assert kernels.longest_codes == (8 if kind == "avx2" else 12)
+def test_avx512_and_avx2_read_codes(kernels: CompiledKernels, request: pytest.FixtureRequest) -> None:
+    assert kernels.has_codes or KINDS[request.node.callspec.params["kernels"]].name == "native"
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -175,7 +173,7 @@ def test_the_first_rows_of_a_weight_are_one(kernels: CompiledKernels, model: str
 def test_a_weight_with_too_many_rare_numbers_stays_in_pairs(kernels: CompiledKernels) -> None:
     for num_rare, dtype in ((64, torch.int8), (65, torch.int32)):
         weight = (with_rare_numbers(128, 512, num_rare).view(torch.int16) & ~15).view(torch.bfloat16)
-        assert pack_weight(weight, kernels).dtype == (dtype if kernels.longest_codes else torch.int32)
+        assert pack_weight(weight, kernels).dtype == (dtype if kernels.has_codes else torch.int32)
 
 
 # products
