@@ -174,6 +174,11 @@ class DraftModelDrafter:
                 prefers_chain = num_tokens + budget > 1 + self.max_draft_tokens and not is_host
                 options = request, budget, plan.num_slots[i], plan.worths.get(i)
                 spec = self.policy.spec(*options, prefers_chain=prefers_chain) if grows else None
+                if spec is not None and spec.num_slots > plan.num_slots[i]:
+                    raise ValueError(  # before KV is written to slots that are not the request's
+                        f"the policy's spec has num_slots={spec.num_slots}: at most {plan.num_slots[i]} are allowed, which were "
+                        f"reserved; lookahead() of a policy asks for more"
+                    )
                 feeds.append(Feed(i, request.block_ids, start, self._known(request.token_ids[start:end]), spec, table))
                 num_left -= end - start
         return feeds

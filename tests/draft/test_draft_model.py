@@ -21,7 +21,7 @@ from torch import Tensor
 from zoo import Zoo, random_prompts
 
 from titan.core.draft_history import DraftHistory
-from titan.core.growth import Feed, ShapeSpec, chain_spec
+from titan.core.growth import BeamSpec, Feed, ShapeSpec, chain_spec
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import StepPlan
 from titan.core.trees import DraftTree
@@ -341,6 +341,18 @@ def test_a_draft_model_may_be_given_again_whatever_the_shape_of_its_trees(zoo: Z
     drafter = engine.drafter
     engine.swap_draft(drafter)
     assert engine.drafter is drafter and "draft" in engine.kv.tensors
+
+
+@pytest.mark.parametrize("back_end", ON_HOST)
+def test_a_policy_that_takes_more_slots_than_were_reserved_costs_drafts_and_no_request(
+    zoo: Zoo, back_end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It overlooks `lookahead`; slots behind those of a request would be those of others."""
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), backend=make_back_end(back_end), max_draft_tokens=3, **AMPLE)
+    assert isinstance(engine.drafter, DraftModelDrafter)
+    monkeypatch.setattr(engine.drafter.policy, "spec", lambda *_, **__: BeamSpec(1, 9, 7, 7, 1.0))
+    with pytest.warns(RuntimeWarning, match="ValueError: the policy's spec has num_slots=56: at most [123] are allowed"):
+        assert run_all(engine, PROMPTS, [greedy(9)] * len(PROMPTS)) == [zoo.greedy("llama", prompt, 9) for prompt in PROMPTS]
 
 
 @dataclass(frozen=True)
