@@ -103,7 +103,10 @@ def of(proposal: Any, limits: TreeLimits = LIMITS) -> DraftTrees:
 
 
 def test_trees_are_joined_as_they_are() -> None:
-    """Scores, slots and q where they are given; the rows of q are those of the root and the nodes that have children."""
+    """Scores, slots and q where they are given; the rows of q are those of the root and the nodes that have children.
+
+    One by one, they are what they were; and without q once they are on the host.
+    """
     scored = DraftTree(np.array([7, 8]), np.array([-1, -1]), draft_slots=np.array([2, -1]), scores=np.array([-0.5, -1.0]))
     trees = of([scored, SAMPLED, EMPTY_TREE])
     assert (trees.num_rows, trees.num_nodes, trees.counts.tolist(), trees.start_loc.tolist()) == (3, 5, [2, 3, 0], [0, 2, 5, 5])
@@ -125,10 +128,12 @@ def test_trees_are_joined_as_they_are() -> None:
     for row, tree in enumerate((scored, SAMPLED, EMPTY_TREE)):
         found = trees[row]
         assert (found.token_ids.tolist(), found.parents.tolist()) == (tree.token_ids.tolist(), tree.parents.tolist())
-        assert found.draft_probs is None and found.draft_slots is not None
+        assert (found.draft_probs is None) == (tree.draft_probs is None) and found.draft_slots is not None
+        assert tree.draft_probs is None or torch.equal(tree.draft_probs, found.draft_probs)  # type: ignore[arg-type]
         assert found.draft_slots.tolist() == ([2, -1] if row == 0 else [-1] * tree.num_nodes)
         assert (found.scores is None) == (tree.scores is None)
         assert tree.scores is None or np.array_equal(tree.scores, found.scores)  # type: ignore[arg-type]
+    assert trees.on_host([column.numpy() for column in trees.nodes])[1].draft_probs is None
 
 
 NO_DISTRIBUTIONS = "gave draft_probs that are no distributions: each row must have numbers from 0 on that add up to 1"

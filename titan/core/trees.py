@@ -379,10 +379,14 @@ class DraftTrees:
         return replace(self, start_loc=start_loc, nodes=nodes, draft_rows=draft_rows)
 
     def __getitem__(self, row: int) -> DraftTree:
-        """Return the tree of one row, without q; the trees must be on the host."""
-        nodes = slice(int(self.start_loc[row]), int(self.start_loc[row + 1]))
-        token_ids, parents, *_, scores, draft_slots = (column[nodes] for column in self.nodes)
-        return DraftTree(token_ids, parents, draft_slots=draft_slots, scores=scores if self.has_scores[row] else None)
+        """Return the tree of one row, with its q as long as the trees have it; they must be on the host."""
+        first, end = int(self.start_loc[row]), int(self.start_loc[row + 1])
+        token_ids, parents, *_, scores, draft_slots = (column[first:end] for column in self.nodes)
+        tree = DraftTree(token_ids, parents, draft_slots=draft_slots, scores=scores if self.has_scores[row] else None)
+        if self.draft_probs is None or self.draft_rows is None or not self.is_sampled[row] or not tree.num_nodes:
+            return tree
+        inner = torch.from_numpy(first + row + 1 + tree.topology.inner.astype(np.int64))
+        return replace(tree, draft_probs=self.draft_probs[self.draft_rows[inner].long()])
 
 
 def allocate_nodes(num_nodes: int, device: torch.device | None) -> NodeColumns[Tensor]:
