@@ -19,6 +19,9 @@ from titan.kernels.interfaces import Backend
 
 T = TypeVar("T")
 
+NUM_CALLS = 8
+"""Most calls that a warning names, the innermost first: a drafter's own line is mostly not that one."""
+
 
 class Drafting:
     """Calls a drafter for an engine, and checks the trees and reviews that it returns. If a call fails, a neutral answer is given.
@@ -126,10 +129,10 @@ class Drafting:
             return ask()
         except Exception as error:  # noqa: BLE001 - whatever it is, it costs drafts and no request
             self.num_failures += 1
-            [frame] = traceback.extract_tb(error.__traceback__, limit=-1)  # the innermost
+            calls = traceback.extract_tb(error.__traceback__, limit=-NUM_CALLS)
             message = (
                 f"the drafter {self.drafter.name!r} failed, which costs drafts and no request: {type(error).__name__}: {error} "
-                f"({frame.filename}:{frame.lineno})"
+                f"({', from '.join(f'{call.filename}:{call.lineno}' for call in reversed(calls))})"
             )
             warnings.warn(message, RuntimeWarning, stacklevel=3)
             return otherwise

@@ -343,6 +343,8 @@ class Faulty(NoDrafter):
     def _chain(self, request: Any, budget: int) -> DraftTree:
         if self.num_steps % 3 == 0 and self.fault == "proposes nonsense" and budget:
             return DraftTree.chain([5000])
+        if self.num_steps % 3 == 0 and self.fault == "builds nonsense" and budget:
+            return DraftTree.chain([1.5])  # type: ignore[list-item]
         done = request.num_output_tokens
         return DraftTree.chain(self.continuations[tuple(request.prompt_token_ids)][done : done + budget])
 
@@ -351,13 +353,17 @@ class Faulty(NoDrafter):
             raise KeyError(5)
 
 
-RAISING_LINE = 1 + Path(__file__).read_text(encoding="utf-8").splitlines().index('            raise OSError("disk is full")')
+def place_of(code: str) -> str:
+    """The file and the line of the first line of this file that has some code, as a pattern."""
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    return f"{re.escape(__file__)}:{next(number for number, line in enumerate(lines, 1) if code in line)}"
 
 
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("raises", rf"OSError: disk is full \({re.escape(__file__)}:{RAISING_LINE}\)"),
+        ("raises", rf"OSError: disk is full \({place_of('disk is full')}, from "),
+        ("builds nonsense", rf"ValueError: token_ids has \[1.5\]: .*trees.py:.*, from {place_of('DraftTree.chain([1.5])')}, from"),
         ("proposes lists", r"ValueError: the drafter 'faulty' proposed .*propose\(\) must return a list of one DraftTree per row"),
         ("proposes nonsense", r"ValueError: the drafter 'faulty' proposed .*5000"),
         ("does not commit", "KeyError: 5"),
