@@ -24,8 +24,8 @@ from titan.kernels.interfaces import Backend, Model, Runner
 class Drafter(Protocol):
     """Proposes draft tokens for all requests of a step at once.
 
-    ``name`` is for display; ``max_draft_tokens`` is the maximum number of nodes per request; ``kv`` is the layout of its KV cache,
-    which is indexed by the requests' block tables, or ``None``. A drafter with KV must be a `CachingDrafter`.
+    ``name`` is for display; ``max_draft_tokens`` is the maximum number of nodes per request, at least 1; ``kv`` is the layout of
+    its KV cache, which is indexed by the requests' block tables, or ``None``. A drafter with KV must be a `CachingDrafter`.
     """
 
     @property

@@ -77,7 +77,7 @@ def open_drafter(spec: DraftSpec, context: DraftContext) -> Callable[[], Drafter
         _check_made_for(drafter, context)
     elif drafter is spec:
         _check_deterministic(drafter.name, context)
-    check_integer(f"{drafter.name!r}.max_draft_tokens", drafter.max_draft_tokens, 0)
+    check_integer(f"{drafter.name!r}.max_draft_tokens", drafter.max_draft_tokens, 1)
     return lambda: drafter
 
 

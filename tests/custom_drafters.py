@@ -77,7 +77,7 @@ class Remembering:
 class Refusing(NoDrafter):
     """A drafter that its cache does not suit."""
 
-    name = "refusing"
+    name, max_draft_tokens = "refusing", 1
     kv: Any = KVLayout((KVGroup(1, 1, 4),), torch.float32)
 
     def attach(self, kv: KVTensor) -> None:

@@ -243,12 +243,13 @@ class Half:
 
 
 class Mistaken(NoDrafter):
+    """It inherits ``max_draft_tokens = 0``, with which it would never draft."""
+
     name = "mistaken"
-    max_draft_tokens = -1
 
 
 class Unfinished(NoDrafter):
-    name = "unfinished"
+    name, max_draft_tokens = "unfinished", 1
     model = runner = None
     max_len = 9
 
@@ -275,7 +276,7 @@ class Unfinished(NoDrafter):
         ({"draft_model": NoDrafter}, ["draft_model=", "NoDrafter", "is not a drafter: allowed is an instance, not the class"]),
         ({"draft_model": "homeless"}, ["draft_model='homeless', whose factory returned", "CachingDrafter"]),
         ({"draft_model": "nothing"}, ["draft_model='nothing', whose factory returned None, is not a drafter"]),
-        ({"draft_model": Mistaken()}, ["'mistaken'.max_draft_tokens=-1", "an integer >= 0"]),
+        ({"draft_model": Mistaken()}, ["'mistaken'.max_draft_tokens=0", "an integer >= 1"]),
         (
             {"draft_model": Unfinished()},
             ["'unfinished' has a model and a runner: allowed is a ModelDrafter, of which it lacks num_reviewable, review, shared_"],

@@ -14,7 +14,6 @@ from stepping import AMPLE, SCARCE, greedy, make_engine, run_all, slots_of
 from zoo import FAMILIES, VOCAB_SIZE, Zoo, random_prompts
 
 from titan.core.sampling_params import SamplingParams
-from titan.draft.base import NoDrafter
 from titan.draft.ngram import NgramDrafter
 from titan.draft.registry import DraftSpec
 from titan.draft.replay import ReplayDrafter
@@ -159,7 +158,7 @@ def test_swapping_the_draft_in_flight_changes_no_output_and_a_failing_swap_nothi
     engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **options)
     swaps: dict[int, DraftSpec] = {
         3: "ngram", 7: None, 11: zoo.path("llama"), 16: draft_spec(zoo, "llama", "replay"), 20: zoo.path("useless"),
-        22: zoo.path("useless"), 25: NgramDrafter(3, min_ngram=1), 30: zoo.path("llama~"), 34: NoDrafter(),
+        22: zoo.path("useless"), 25: NgramDrafter(3, min_ngram=1), 30: zoo.path("llama~"), 34: None,
         36: zoo.path("other"), 40: zoo.path("llama"),
     }  # fmt: skip
     failing: dict[int, Any] = {4: zoo.path("eight"), 12: "/no/such/folder", 13: 5, 31: Refusing()}

@@ -230,6 +230,8 @@ def test_a_call_from_inside_a_step_is_refused(llm: LLM, name: str) -> None:
         refusals.append(name)
 
     class Calling(NoDrafter):
+        max_draft_tokens = 1
+
         def propose(self, plan: StepPlan) -> Sequence[DraftTree]:
             call()
             return super().propose(plan)

@@ -280,7 +280,7 @@ def test_a_draft_model_that_was_made_for_another_engine_is_refused(zoo: Zoo) -> 
 
 def test_a_registered_name_means_its_factory(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     class Mine(NoDrafter):
-        name = "mine"
+        name, max_draft_tokens = "mine", 1
 
     monkeypatch.setattr("titan.draft.registry._FACTORIES", dict(_FACTORIES))
     register("mine", lambda context: NoDrafter())
@@ -319,7 +319,7 @@ def test_a_drafter_may_be_wrapped(zoo: Zoo, draft: str, monkeypatch: pytest.Monk
 
 def test_a_drafter_with_a_model_of_another_kind_is_fed_nothing(zoo: Zoo) -> None:
     class Mine(NoDrafter):
-        name = model = "mine"
+        name, model, max_draft_tokens = "mine", "mine", 1
 
     engine = make_engine(zoo.path("llama"), Mine(), **AMPLE)
     assert not engine.drafting.is_fed
