@@ -150,7 +150,8 @@ def test_feed_forward_parts_that_are_only_alike_stay(mlp: Callable[..., nn.Modul
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_embeddings_are_read_from_the_packed_head_if_they_are_only_scaled(dtype: torch.dtype) -> None:
     ops, tokens = make_ops(dtype), torch.tensor([[5, 0, 63]])
-    for embedding in (nn.Embedding(64, SIZE), Gemma3TextScaledWordEmbedding(64, SIZE, 0, embed_scale=SIZE**0.5)):
+    padded = nn.Embedding(200, SIZE, padding_idx=199)
+    for embedding in (nn.Embedding(64, SIZE), padded, Gemma3TextScaledWordEmbedding(64, SIZE, 0, embed_scale=SIZE**0.5)):
         module = ready(embedding, dtype)
         fused = fuse_embedding(ops, module, ops.pack(module.weight), dtype)
         assert fused is not None and torch.equal(fused(tokens), module(tokens))

@@ -139,6 +139,8 @@ def fuse_embedding(ops: LayerOps, module: nn.Module, packed: Tensor, dtype: torc
     """
     if not is_unhooked(module):
         return None
+    if isinstance(module, nn.Embedding):
+        module.padding_idx = None  # it may be beyond the rows that are tried, and changes gradients alone
     weight = module.get_parameter("weight")
     token_ids, numbers = torch.linspace(0, len(weight) - 1, min(len(weight), 64), device=weight.device).long(), weight.data
     rows = numbers[token_ids].to(dtype)
