@@ -71,6 +71,13 @@ def test_an_attention_that_a_config_names_and_that_is_not_installed_is_not_asked
     assert config.layers == describe(tiny_config(name)).layers
 
 
+def test_an_activation_that_the_family_does_not_read_may_have_any_name(tmp_path: Path) -> None:
+    """As that of Falcon 3, which is a Llama."""
+    config = tiny_config("llama")
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict() | {"activation": "swiglu"}))
+    assert open_model(ModelFiles(str(tmp_path)), "transformers").config.layers == describe(config).layers
+
+
 def test_that_a_language_model_inside_is_quantised_is_told(tmp_path: Path) -> None:
     tiny_config("gemma3").save_pretrained(tmp_path)
     path = tmp_path / "config.json"

@@ -55,7 +55,8 @@ def _check_activation(config: Any) -> None:
     from transformers.activations import ACT2FN
 
     for name in ACTIVATIONS:
-        if isinstance(activation := vars(config).get(name), str):
+        is_read = hasattr(type(config), name)  # what else a config has, such as "activation" of some Llamas, is of no effect
+        if is_read and isinstance(activation := vars(config).get(name), str):
             check_choice(name, activation, tuple(ACT2FN))
 
 
