@@ -15,6 +15,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from back_ends import BEST
+from text_tools import make_tokenizer
 from tiny_models import make_model, reference_logits
 from zoo import Zoo
 
@@ -96,6 +97,13 @@ def test_what_cannot_be_is_one_line(
     assert generate(*models[:2], *options) == 2  # without a draft
     captured = capsys.readouterr()
     assert captured.err.startswith("titan: ") and message in captured.err and captured.out == ""
+
+
+def test_sampling_defaults_of_the_model_which_are_not_used_here_may_be_anything(tmp_path: Path) -> None:
+    make_model(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"top_p": 0}')
+    assert generate("--model", str(tmp_path), "--device", "cpu") == 0
 
 
 @pytest.mark.parametrize("options", [[], ["--json"], ["--compare"]])
@@ -334,7 +342,7 @@ def test_compare_measures_the_gap_of_logits_of_which_three_tie(
 def test_what_a_command_line_does_not_say_is_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     made = MagicMock(side_effect=RuntimeError)
     monkeypatch.setattr("titan.cli.LLM", made)
-    own = {"max_batch_size": 1, "enable_prefix_caching": False}
+    own = {"max_batch_size": 1, "enable_prefix_caching": False, "generation_config": "vllm"}
     given = {"draft_weight_bits": None, "warm_up": False}
     for options, passed in (([], {}), (["--draft-weight-bits", "none", "--no-warm-up"], given)):
         assert main(["generate", "the dog", *options]) == 1 and made.call_args.kwargs == own | passed

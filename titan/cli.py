@@ -245,7 +245,7 @@ def _generate(args: argparse.Namespace) -> int:
                 name = option.replace("_", "-")
                 raise ValueError(f"--{name} has no {lacks} without a draft: give --draft-model, and no --speculation off")
     draft = None if draft_model == "none" else draft_model
-    llm = LLM(args.model, draft, max_batch_size=1, enable_prefix_caching=False, **options)
+    llm = LLM(args.model, draft, max_batch_size=1, enable_prefix_caching=False, generation_config="vllm", **options)
     plain_params = replace(params, use_speculative=False)
     for warm_up in (params, plain_params) if args.compare else (params,):
         warm_up = replace(warm_up, max_tokens=WARM_UP_TOKENS, ignore_eos=True, stop=None)
