@@ -141,6 +141,10 @@ BROKEN: dict[str, tuple[Damage, str]] = {
         lambda folder: (folder / "model.safetensors").write_bytes(b"\x00" * 20),
         "has a damaged weight file model.safetensors: ...",
     ),
+    "a clone without its weights": (
+        write("model.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:4665d3\nsize 1234567\n"),
+        "has a damaged weight file model.safetensors: it is a pointer of Git LFS, and `git lfs pull` gets the file",
+    ),
     "another name": (
         weights(lm_head__weight=None, gate__weight=torch.ones(1)),
         f"{UNFIT}missing lm_head.weight; unexpected gate.weight; of another shape none",

@@ -34,6 +34,8 @@ CHOSEN_WEIGHTS = "transformers_weights"
 """Entry of a config: the file of the weights, or an index of several, if they are not those of the usual names."""
 WEIGHT_DTYPES = ("F32", "BF16", "F16")
 """Dtypes of weights that are not quantised, by their names in safetensors."""
+LFS_POINTER = b"version https://git-lfs"
+"""Beginning of a file that stands for a large one in a clone that was made without Git LFS."""
 MAX_COPIED_BYTES = 2**16
 """Size of the largest matrix that is copied at once, as are all vectors: most of these are not packed."""
 NARROW_DTYPES = (torch.bfloat16, torch.float16)
@@ -204,6 +206,9 @@ def find_tensors(files: ModelFiles) -> dict[str, StoredTensor]:
                 f"or in the files of {WEIGHT_INDEX}, unless {CONFIG} has {CHOSEN_WEIGHTS} (found {some(found)}){advice}"
             )
         try:
+            with path.open("rb") as content:
+                if content.read(len(LFS_POINTER)) == LFS_POINTER:
+                    raise OSError("it is a pointer of Git LFS, and `git lfs pull` gets the file")
             with safe_open(path, framework="pt"):  # which checks the header, and the size
                 file = MappedFile(path)
         except (SafetensorError, OSError) as error:
