@@ -1,18 +1,23 @@
-"""A server's load: policies, long prompts, prefix cache and quantised KV, each against an engine without it.
+"""A server's load: rates of arrivals, policies, long prompts, prefix cache and quantised KV, each against an engine without it.
 
     titan bench load --quick                                          a first look
+    titan bench load --scenario rates --rate 2 4 8 --slo-ttft 0.5
     titan bench load --scenario priority fair --seconds 30
     titan bench load --model DIR/target --draft-model DIR/draft
 
 Each scenario serves the same requests with engines that differ in some options and share the weights; they take turns.
-long-prompts: Poisson arrivals at 80 % of what the first engine finishes if all come at once, with one prompt of half the model's
-length, at most 4,096 tokens, per 20 short ones. priority: 150 % for a fixed time, a tenth critical. fair: two users, one of whom
-sends ten times as much. prefix: a system prompt of 512 tokens. int8: steps of 32 requests with 512 tokens of context. int8-memory:
-how many requests run in the same memory. load: 90 %, adaptive speculation with the policy "priority" against none.
-`titan bench kernels --select swap` measures swaps.
 
-Temperature 0, and the end of sequence is ignored. Latencies count from a request's arrival. A ratio is the median over the rounds
-of the ratio to the first setting within a round. Ctrl-C ends the measurement and reports what there is.
+rates: adaptive speculation against none at 30, 60, 90 and 120 % of capacity. long-prompts: at 80 %, with one prompt of half the
+model's length, at most 4,096 tokens, per 20 short ones. priority: at 150 % for a fixed time, a tenth of the requests critical.
+fair: two users, one of whom sends ten times as much. prefix: a system prompt of 512 tokens. int8: steps of 32 requests with 512
+tokens of context. int8-memory: how many requests run in the same memory. `titan bench kernels --select swap` measures swaps.
+
+Capacity is what the first engine finishes per second if all requests come at once; --rate names rates in place of its shares.
+Arrivals are a Poisson process, an open loop: the next request does not wait for an answer. All rates use the same draws, stretched.
+Latencies count from a request's arrival. The time between tokens is a request's mean after its first token, because speculation
+emits several at once; between steps are the times from one step with tokens of a request to its next. Temperature 0, and the end
+of sequence is ignored. A ratio is the median over the rounds of the ratio to the first setting within a round. Ctrl-C ends the
+measurement and reports what there is.
 """
 
 from __future__ import annotations
@@ -21,15 +26,17 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from math import inf
 from typing import Any, TypeVar
 
 from titan.bench.engine_run import make_idle, run_workload
-from titan.bench.load_scenarios import FIRST_SETTING, Goal, Scenario, make_scenarios
+from titan.bench.load_scenarios import Scenario, make_scenarios
 from titan.bench.loading import engine_options, load_target
 from titan.bench.options import above_zero, add_draft, add_rounds, add_target, bench_parser, parse, positive
-from titan.bench.report import Report, Table, count, figure_table, measure_and_publish
-from titan.bench.samples import Row, Sample, Spread, make_rows, rotated, with_ratio
+from titan.bench.report import Report, count, figure_table, measure_and_publish
+from titan.bench.runs import Run
+from titan.bench.samples import Label, Row, Sample, make_rows, rotated, with_ratio
 from titan.bench.turns import Turns
 from titan.bench.workloads import Lengths, Workload, draw_arrivals
 from titan.core.dtypes import RUN_DTYPES
@@ -37,9 +44,12 @@ from titan.core.options import EngineConfig
 from titan.engine import Engine
 from titan.kernels.backend import choose_backend, choose_device
 
-NAMES = ("long-prompts", "priority", "fair", "prefix", "int8", "int8-memory", "load")
+NAMES = ("rates", "long-prompts", "priority", "fair", "prefix", "int8", "int8-memory")
 QUICK = {"num_requests": 22, "seconds": 5.0, "rounds": 1, "output_len": Lengths(8, 16), "max_batch_size": 8}
-RATE = "requests/s"
+RATE = "arrivals/s"
+"""Label of the rate at which requests arrive."""
+OVER_FIRST = " / first"
+"""Ends the names of ratios to the first setting in the same round."""
 Result = TypeVar("Result")
 
 
@@ -64,30 +74,44 @@ class LoadBench:
 
     def run(self) -> Iterator[None]:
         """Measure the scenarios in rounds; a setting that fails is left out."""
-        num_turns = sum(len(each.settings) * self.args.rounds + (each.share > 0) for each in self.scenarios.values())
+        args = self.args
         engines: dict[str, Engine] = {}
+        num_turns = sum(map(self._num_turns, self.scenarios.values()))
         with Turns(num_turns, self.problems, lambda variant: make_idle(engines[variant])) as turns:
             for name, scenario in self.scenarios.items():
-                at_once = scenario.draw(self.args, self.args.num_requests, 0)  # the requests that find the rate
-                longest = self._longest(scenario)
+                at_once = scenario.draw(args, args.num_requests, 0)  # the requests that find the capacity
+                warm_up, longest = at_once.warm_up(args.max_batch_size), self._longest(scenario)
                 engines = {f"{name}: {each}": self._make_engine(scenario, each, longest) for each in scenario.settings}
-                warm_up = at_once.warm_up(self.args.max_batch_size)
-                rate, first = inf, next(iter(engines))
-                if scenario.share:
-                    work = partial(_serve, engines[first], warm_up, run_workload, at_once)
-                    run = turns.take(first, "with all requests at once", work)
-                    if run is None:
-                        continue
-                    rate = scenario.share * run.rates[RATE]
-                workloads = [self._arrive(scenario, rate, each) for each in range(1, self.args.rounds + 1)]
-                for round_id, workload in enumerate(workloads):
-                    for variant, setting in rotated(zip(engines, scenario.settings, strict=True), round_id):
+                reference, variants = next(iter(engines)), list(zip(engines, scenario.settings, strict=True))
+                work = partial(_serve, engines[reference], warm_up, run_workload, at_once)
+                rates = self._find_rates(scenario, partial(turns.take, reference, "with all requests at once", work))
+                for round_id, rate in product(range(args.rounds), rates):
+                    workload = self._arrive(scenario, rate, 1 + round_id)
+                    place = f"in round {round_id}" + (f" at {rate:g}/s" if scenario.shares else "")
+                    for variant, setting in rotated(variants, round_id):
                         measure = partial(_serve, engines[variant], warm_up, scenario.measure, workload)
-                        figures = turns.take(variant, f"in round {round_id}", measure)
+                        figures = turns.take(variant, place, measure)
                         if figures is not None:
-                            arrival = {RATE: rate} if scenario.share else {}
-                            self.samples.append(Sample({"scenario": name, "setting": setting}, round_id, {**arrival, **figures}))
-                yield
+                            labels: dict[str, Label] = {"scenario": name, "setting": setting}
+                            if scenario.shares:
+                                labels[RATE] = rate
+                            self.samples.append(Sample(labels, round_id, figures))
+                    yield
+
+    def _num_turns(self, scenario: Scenario) -> int:
+        args = self.args
+        num_rates = len(args.rate or scenario.shares) if scenario.shares else 1
+        num_runs: int = len(scenario.settings) * args.rounds * num_rates
+        return num_runs + int(bool(scenario.shares) and not args.rate)
+
+    def _find_rates(self, scenario: Scenario, run_at_once: Callable[[], Run | None]) -> list[float]:
+        """Requests per second, infinite where they come at once; none if the engine that tells the capacity failed."""
+        if not scenario.shares:
+            return [inf]
+        if self.args.rate:
+            return sorted(self.args.rate)
+        run = run_at_once()
+        return [] if run is None else [float(f"{share * run.rates['requests/s']:.3g}") for share in scenario.shares]
 
     def _arrive(self, scenario: Scenario, rate: float, round_id: int) -> Workload:
         """The requests of a round, in a Poisson process of so many per second, or all at once."""
@@ -113,48 +137,45 @@ class LoadBench:
         return max(short, *drawn)
 
     def report(self) -> Report:
-        """Lay out what was measured so far: the goals, and a table per scenario."""
+        """Lay out what was measured so far: a table per scenario."""
         args = self.args
+        rows: list[Row] = []
         samples: list[Sample] = []
+        answers, tables = [], []
         for name, scenario in self.scenarios.items():
             mine = [each for each in self.samples if each.labels["scenario"] == name]
-            for ratio in scenario.ratios:
-                mine = with_ratio(mine, ratio + FIRST_SETTING, ratio, setting=next(iter(scenario.settings)))
-            samples += mine
-        rows = make_rows(samples)
-        found = {(row.labels["scenario"], row.labels["setting"]): row for row in rows}
-        goals = [
-            [name, goal.setting, goal.figure, f"{goal.direction} {goal.bound:g}", *_outcome(goal, row.figures.get(goal.figure))]
-            for name, scenario in self.scenarios.items()
-            for goal in scenario.goals
-            if (row := found.get((name, goal.setting))) is not None
-        ]
-        tables = [Table("Goals", ["scenario", "setting", "figure", "goal", "reached", "met"], goals, num_text_columns=4)]
-        for name in self.scenarios:
-            mine_rows = [row for row in rows if row.labels["scenario"] == name]
-            columns = dict.fromkeys((figure for row in mine_rows for figure in row.figures), "±.4g")
-            tables.append(figure_table(name, mine_rows, ["setting"], columns))
+            first, *_, last = scenario.settings
+            for figure in scenario.ratios:
+                mine = with_ratio(mine, figure + OVER_FIRST, figure, setting=first)
+            found, ratio = make_rows(mine), scenario.ratios[0] + OVER_FIRST
+            places = [
+                f"{row.figures[ratio].median:.3g}" + (f" at {row.labels[RATE]:.3g}/s" if RATE in row.labels else "")
+                for row in found
+                if row.labels["setting"] == last and ratio in row.figures
+            ]
+            if places:
+                answers.append(f"{name}: {scenario.ratios[0]} of {last!r} over {first!r}: {', '.join(places)}")
+            columns = dict.fromkeys((figure for row in found for figure in row.figures if " P90" not in figure), "±.4g")
+            tables.append(figure_table(name, found, [*([RATE] if scenario.shares else []), "setting"], columns))
+            rows, samples = [*rows, *found], [*samples, *mine]
         notes = [
             f"{args.model}, draft {args.draft_model}, {args.dtype}; prompts of {args.prompt_len} tokens, outputs of "
             f"{args.output_len}; {count(args.num_requests, 'request')}, in priority those of {args.seconds:g} s; at most "
             f"{args.max_batch_size} at once; {count(args.rounds, 'interleaved round')}.",
-            f"{FIRST_SETTING.strip()}: ratio to the setting named first, median and range over the rounds; requests/s: arrivals.",
+            f"{OVER_FIRST.strip()}: ratio to the setting named first, median of the rounds and half their range. requests/s: "
+            "finished, from the first arrival to the last token. within target: share of requests whose first token comes after "
+            f"at most {args.slo_ttft:g} s, and then a token per {args.slo_tbt:g} s on average. P99 of few requests is close to the "
+            "slowest one; P90 is in the JSON file.",
         ]
-        num_met = sum(goal[-1] == "yes" for goal in goals)
         results: dict[str, Sequence[Row | Sample]] = {"rows": rows, "samples": samples}
-        answer = f"{num_met} of {count(len(goals), 'goal')} reached."
-        return Report("A server's load", answer, results, tables, notes=notes, warnings=self.problems)
+        answer = f"{'; '.join(answers)}." if answers else "No setting could be compared with the first."
+        return Report("A server's load", answer, results, tables, notes, self.problems)
 
 
 def _serve(engine: Engine, warm_up: Workload, measure: Callable[[Engine, Workload], Result], workload: Workload) -> Result:
     """Measure after a warm-up with requests of its own: where prompts are to be cached, these are the same in all rounds."""
     run_workload(engine, warm_up)
     return measure(engine, workload)
-
-
-def _outcome(goal: Goal, reached: Spread | None) -> tuple[str, str]:
-    """Return what was reached of a goal, and whether this meets it, as cells; too few requests may not tell."""
-    return ("not measured", "-") if reached is None else (f"{reached:[.3g}", "yes" if goal.is_met(reached.median) else "no")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -172,7 +193,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line.
 
     Raises:
-        ValueError: there is no draft for the scenario "load".
+        ValueError: there is no draft for the scenario "rates".
     """
     parser = bench_parser("load", __doc__)
     add = parser.add_argument
@@ -181,6 +202,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add_draft(parser)
     add("--dtype", choices=list(RUN_DTYPES), default="bfloat16")
     add("--scenario", nargs="+", choices=NAMES, default=list(NAMES), help="default: all")
+    add("--rate", nargs="+", type=above_zero, default=(), help="requests per second (default: shares of capacity)")
     add("--num-requests", type=positive, default=105, help="of a run (default: %(default)s)")
     add("--seconds", type=above_zero, default=60.0, help="of a run of priority (default: %(default)s)")
     add("--prompt-len", type=Lengths.parse, default="16-128", help="tokens, or a mix (default: %(default)s)")
@@ -188,8 +210,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--max-batch-size", type=positive, default=32, help="most requests that run at once (default: %(default)s)")
     add("--inter-token-ms", nargs="+", type=above_zero, default=[50.0, 100.0], help="max_inter_token_s (default: 50 100)")
     add("--kv-memory", type=positive, default=256, help="MiB, of int8-memory (default: %(default)s)")
+    add("--slo-ttft", type=above_zero, default=0.5, help="target: most seconds to the first token (default: %(default)s)")
+    add("--slo-tbt", type=above_zero, default=0.05, help="target: most seconds between tokens (default: %(default)s)")
     add_rounds(parser, 2)
     args = parse(parser, argv, QUICK)
-    if args.draft_model is None and "load" in args.scenario:
-        raise ValueError(f"--scenario load of --model {args.model} needs a draft: give --draft-model")
+    if args.draft_model is None and "rates" in args.scenario:
+        raise ValueError(f"--scenario rates of --model {args.model} needs a draft: give --draft-model")
     return args

@@ -1,4 +1,4 @@
-"""What a server meets, for `titan bench load`: requests, the engines that serve them, and what is to be reached."""
+"""What a server meets, for `titan bench load`: requests, and the engines that serve them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle, islice
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from titan.bench.engine_run import make_idle, make_requests, serve
 from titan.bench.options import model_options
 from titan.bench.prompts import prompt_stream
+from titan.bench.runs import RequestRun, Run, latency_figures, percentiles
 from titan.bench.workloads import Lengths, Workload, take_workload
 from titan.core.options import EngineConfig
 from titan.core.request import Request
@@ -36,21 +37,6 @@ CRITICAL_SHARE = 0.1
 HEAVY_SHARE = 10
 """Requests of one user for one of the other."""
 MOST_RUNNING = 256
-FIRST_SETTING = " / first"
-"""Ends the names of ratios to the first setting in the same round."""
-
-
-class Goal(NamedTuple):
-    """What the median of a figure must be, such as ``("priority", "tokens/s / first", "at least", 0.9)``."""
-
-    setting: str
-    figure: str
-    direction: str
-    bound: float
-
-    def is_met(self, value: float) -> bool:
-        """Whether a figure is on the right side of the bound."""
-        return value <= self.bound if self.direction == "at most" else value >= self.bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +48,7 @@ class Scenario:
         draw: returns the requests.
         measure: serves them.
         ratios: figures that are compared with the first setting's.
-        goals: what must be reached.
-        share: rate of arrivals, over what the first setting finishes per second if all come at once; 0 = they come at once.
+        shares: rates of arrivals, over what the first setting finishes per second if all come at once; none: they come at once.
         is_timed: whether a run ends by the clock.
         options: of all engines.
     """
@@ -72,70 +57,58 @@ class Scenario:
     draw: Draw
     measure: Callable[[Engine, Workload], Figures]
     ratios: Sequence[str]
-    goals: Sequence[Goal]
-    share: float = 0.0
+    shares: Sequence[float] = ()
     is_timed: bool = False
     options: Options = field(default_factory=dict)
 
 
 def make_scenarios(args: argparse.Namespace) -> dict[str, Scenario]:
     """All scenarios, by name; ``args`` are the command line."""
+    stream = partial(_measure_stream, to_first_token=args.slo_ttft, between_tokens=args.slo_tbt)
     targets = {f"target {each:g} ms": {"max_inter_token_s": each / 1e3} for each in args.inter_token_ms}
-    first_token, between, rate = "critical first token P99, ms", "between steps P99, ms", "tokens/s"
     # the long prompt goes into one step, beside the other requests
     most_tokens = max(EngineConfig().schedule.max_num_batched_tokens, _long_len(args) + args.max_batch_size)
     whole = {"prefill_chunk_size": None, "max_num_batched_tokens": most_tokens}
     return {
+        "rates": Scenario(
+            settings={"no draft": {}, "adaptive": {"speculation": "adaptive"}},
+            draw=_take,
+            measure=stream,
+            ratios=["latency P50, ms", "latency P99, ms"],
+            shares=(0.3, 0.6, 0.9, 1.2),
+        ),
         "long-prompts": Scenario(
             settings={"not chunked": whole, "chunks": {}, **targets},
             draw=_draw_long,
-            measure=_measure_stream,
-            ratios=[between, rate],
-            goals=[
-                goal
-                for setting in ("chunks", *targets)
-                for goal in (
-                    Goal(setting, "P99 / P50", "at most", 3.0),
-                    Goal(setting, between + FIRST_SETTING, "at most", 0.5),
-                )
-            ],
-            share=0.8,
+            measure=stream,
+            ratios=["between steps P99, ms", "tokens/s"],
+            shares=(0.8,),
         ),
         "priority": Scenario(
             settings={"fcfs": {}, "priority": {"scheduling_policy": "priority"}},
             draw=_draw_classes,
             measure=partial(_measure_classes, seconds=args.seconds),
-            ratios=[first_token, "batch completed"],
-            goals=[
-                Goal("priority", first_token + FIRST_SETTING, "at most", 0.3),
-                Goal("priority", "batch completed" + FIRST_SETTING, "at least", 0.8),
-            ],
-            share=1.5,
+            ratios=["critical first token P99, ms", "batch completed"],
+            shares=(1.5,),
             is_timed=True,
         ),
         "fair": Scenario(
             settings={"fcfs": {}, "fair": {"scheduling_policy": "fair"}},
             draw=_draw_users,
             measure=_measure_users,
-            ratios=[rate],
-            goals=[
-                Goal("fair", "service, x equal share", "at least", 0.9),
-                Goal("fair", rate + FIRST_SETTING, "at least", 0.97),
-            ],
+            ratios=["service, x equal share", "tokens/s"],
         ),
         "prefix": Scenario(
             settings={"no cache": {}, "cache": {"enable_prefix_caching": True}},
             draw=_draw_shared,
             measure=_measure_first_tokens,
             ratios=["first token P50, ms"],
-            goals=[Goal("cache", "first token P50, ms" + FIRST_SETTING, "at most", 0.2)],
         ),
         "int8": Scenario(
             settings={"auto": {}, "int8": {"kv_cache_dtype": "int8"}},
             draw=_draw_contexts,
             measure=_measure_decoding,
-            ratios=[rate],
-            goals=[Goal("int8", rate + FIRST_SETTING, "at least", 1.15)],
+            ratios=["tokens/s"],
             options={"max_batch_size": 32, "enable_prefix_caching": True},
         ),
         "int8-memory": Scenario(
@@ -143,28 +116,12 @@ def make_scenarios(args: argparse.Namespace) -> dict[str, Scenario]:
             draw=lambda args, _, round_id: _fixed(args, MOST_RUNNING, round_id, 64, 64),
             measure=_measure_room,
             ratios=["running"],
-            goals=[Goal("int8", "running" + FIRST_SETTING, "at least", 1.85)],
             options={
                 "num_kv_blocks": None,
                 "kv_cache_memory": args.kv_memory * 2**20,
                 "reservation": "max_tokens",
                 "max_batch_size": MOST_RUNNING,
             },
-        ),
-        "load": Scenario(
-            settings={
-                "fcfs, no draft": {},
-                "fcfs, adaptive": {"speculation": "adaptive"},
-                "priority, adaptive": {"speculation": "adaptive", "scheduling_policy": "priority"},
-            },
-            draw=_take,
-            measure=_measure_stream,
-            ratios=["latency P50, ms", "latency P99, ms"],
-            goals=[
-                Goal("priority, adaptive", "latency P50, ms" + FIRST_SETTING, "at most", 0.53),
-                Goal("priority, adaptive", "latency P99, ms" + FIRST_SETTING, "at most", 0.39),
-            ],
-            share=0.9,
         ),
     }
 
@@ -236,19 +193,23 @@ def _run(engine: Engine, workload: Workload, seconds: float = inf) -> tuple[list
     return requests, list(times.values()), now
 
 
-def _percentiles(name: str, seconds: Sequence[float]) -> Figures:
-    return {f"{name} P{percent}, ms": 1e3 * float(np.percentile(seconds, percent)) for percent in (50, 99)}
-
-
-def _measure_stream(engine: Engine, workload: Workload) -> Figures:
-    """Latencies, and times from one step with tokens of a request to its next."""
+def _measure_stream(engine: Engine, workload: Workload, to_first_token: float, between_tokens: float) -> Figures:
+    """Latencies; times from one step with tokens of a request to its next; and the share of requests within these limits."""
     requests, times, end = _run(engine, workload)
-    gaps = _percentiles("between steps", np.concatenate([np.diff(each) for each in times]).tolist())
+    found = [
+        RequestRun(request.output_token_ids, mine[-1], mine[0], arrival)
+        for request, mine, arrival in zip(requests, times, workload.arrivals, strict=True)
+    ]
+    num_good = sum(
+        (each.to_first_token or 0.0) <= to_first_token and (each.between_tokens or 0.0) <= between_tokens for each in found
+    )
+    gaps = percentiles("between steps", np.concatenate([np.diff(each) for each in times]).tolist())
     return {
-        "tokens/s": sum(request.num_output_tokens for request in requests) / end,
+        **Run(found, end - workload.arrivals[0]).rates,
+        "within target": num_good / len(found),
+        **latency_figures(found),
         **gaps,
         "P99 / P50": gaps["between steps P99, ms"] / gaps["between steps P50, ms"],
-        **_percentiles("latency", [each[-1] - arrival for each, arrival in zip(times, workload.arrivals, strict=True)]),
     }
 
 
@@ -262,7 +223,7 @@ def _measure_classes(engine: Engine, workload: Workload, seconds: float) -> Figu
             waits[request.terms.priority].append((mine[0] if mine else end) - arrival)
             completed[request.terms.priority] += request.finish_reason == "length"
     figures = {f"{name} completed": float(number) for name, number in completed.items() if waits[name]}
-    first_tokens = _percentiles("critical first token", waits["critical"]) if waits["critical"] else {}
+    first_tokens = percentiles("critical first token", waits["critical"]) if waits["critical"] else {}
     return {"tokens/s": sum(request.num_output_tokens for request in requests) / end, **first_tokens, **figures}
 
 
@@ -284,7 +245,7 @@ def _measure_users(engine: Engine, workload: Workload) -> Figures:
 def _measure_first_tokens(engine: Engine, workload: Workload) -> Figures:
     """One request after the other, without the first, which nobody has prepared."""
     ends = [now for now, changed in serve(engine, workload, make_requests(engine, workload), 1) if changed]
-    return _percentiles("first token", np.diff(ends).tolist())
+    return percentiles("first token", np.diff(ends).tolist())
 
 
 def _measure_decoding(engine: Engine, workload: Workload) -> Figures:

@@ -55,19 +55,20 @@ class Run:
         return {"tokens/s": self.num_tokens / self.seconds, "requests/s": len(self.requests) / self.seconds}
 
 
+def percentiles(name: str, seconds: Sequence[float]) -> dict[str, float]:
+    """Percentiles in milliseconds, interpolated between the two nearest, as "NAME P50, ms" and so on."""
+    return {f"{name} P{percent}, ms": 1e3 * float(np.percentile(seconds, percent)) for percent in (50, 90, 99)}
+
+
 def latency_figures(requests: Sequence[RequestRun]) -> dict[str, float]:
-    """Percentiles over the requests in milliseconds, interpolated between the two nearest, as "latency P50, ms" and so on."""
+    """Percentiles over the requests of "latency", and of "first token" and "between tokens" as far as these are known."""
     kinds: dict[str, list[float | None]] = {
         "latency": [request.latency for request in requests],
         "first token": [request.to_first_token for request in requests],
         "between tokens": [request.between_tokens for request in requests],
     }
-    return {
-        f"{kind} P{percent}, ms": 1e3 * float(np.percentile(known, percent))
-        for kind, values in kinds.items()
-        if (known := [value for value in values if value is not None])
-        for percent in (50, 90, 99)
-    }
+    known = {kind: [value for value in values if value is not None] for kind, values in kinds.items()}
+    return {name: figure for kind, values in known.items() if values for name, figure in percentiles(kind, values).items()}
 
 
 def share_equal(run: Run, reference: Run) -> float:

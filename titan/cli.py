@@ -41,8 +41,7 @@ from titan.tree_view import LEGEND, VerifiedTree, render_tree, token_text, verif
 
 BENCHES = {
     "throughput": "batching modes, speculation and other engines on the same requests",
-    "latency": "latencies of requests that arrive at their own times, at one rate after another",
-    "load": "a server's load: policies, long prompts, prefix cache, quantised KV, each against an engine without it",
+    "load": "a server's load: rates of arrivals, policies, long prompts, prefix cache, quantised KV, each against none",
     "adaptive": "adaptive speculation against none and fixed numbers of draft tokens, over the requests at once",
     "drafts": "draft models, truncated targets, n-grams and trees against one target",
     "trees": "shapes of draft trees",

@@ -1,4 +1,4 @@
-"""The bench of a server's load: each scenario runs, its requests are what it says, and what no clock decides is right."""
+"""The bench of a server's load: each scenario runs, its requests arrive as it says, and what no clock decides is right."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from zoo import Zoo
 
-from titan.bench.load import LoadBench, main, parse_arguments
-from titan.bench.load_scenarios import LONG_LEN, SHORT_PER_LONG, Goal, make_scenarios
+from titan.bench import load_scenarios
+from titan.bench.engine_run import serve
+from titan.bench.load import OVER_FIRST, RATE, LoadBench, main, parse_arguments
+from titan.bench.load_scenarios import LONG_LEN, SHORT_PER_LONG, make_scenarios
+from titan.bench.workloads import draw_arrivals
 
 
 def options(zoo: Zoo, *more: str) -> list[str]:
@@ -20,16 +24,21 @@ def options(zoo: Zoo, *more: str) -> list[str]:
     return ["--model", zoo.path("llama"), "--draft-model", zoo.path("llama~"), *sizes, *limits, *more]
 
 
-@pytest.mark.parametrize("name", ["long-prompts", "priority", "fair", "prefix", "int8", "int8-memory", "load"])
-def test_a_scenario_has_a_row_per_setting_with_the_figures_of_its_goals(zoo: Zoo, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["long-prompts", "priority", "fair", "prefix", "int8", "int8-memory"])
+def test_a_scenario_has_a_row_per_setting_and_ratios_to_the_first(zoo: Zoo, tmp_path: Path, name: str) -> None:
     args = options(zoo, "--scenario", name)
     main([*args, "--json", str(tmp_path / "run.json"), "--markdown", str(tmp_path / "run.md")])
     result: dict[str, Any] = json.loads((tmp_path / "run.json").read_text())
     scenario = LoadBench(parse_arguments(args)).scenarios[name]
     rows = {row["labels"]["setting"]: row["figures"] for row in result["rows"]}
-    assert list(rows) == list(scenario.settings) and not result["warnings"]
-    assert all(goal.figure in rows[goal.setting] for goal in scenario.goals)
-    assert f"of {len(scenario.goals)} goal" in result["answer"] and f"## {name}" in (tmp_path / "run.md").read_text()
+    first, *others = scenario.settings
+    assert list(rows) == [first, *others] and not result["warnings"]
+    for ratio in scenario.ratios:
+        assert ratio in rows[first] and ratio + OVER_FIRST not in rows[first]
+        assert all(ratio + OVER_FIRST in rows[each] for each in others)
+    value = rows[others[-1]][scenario.ratios[0] + OVER_FIRST]["median"]
+    assert result["answer"].startswith(f"{name}: {scenario.ratios[0]} of {others[-1]!r} over {first!r}: {value:.3g}")
+    assert f"## {name}" in (tmp_path / "run.md").read_text()
     if name == "fair":  # all arrive together: the steps are the same, however long they take
         fcfs, fair = (rows[each]["service, x equal share"]["median"] for each in ("fcfs", "fair"))
         assert fcfs < 0.3 and fair > 0.8
@@ -73,13 +82,52 @@ def test_an_engine_has_room_for_the_longest_request_of_any_round(zoo: Zoo, seed:
         assert max(each.max_len for each in rounds) <= bench._longest(scenario) <= bench.args.max_len
 
 
-def test_goals_are_bounds_from_their_side() -> None:
-    assert [Goal("", "", side, 0.5).is_met(value) for side in ("at most", "at least") for value in (0.4, 0.5, 0.6)] == [
-        *(True, True, False),
-        *(False, True, True),
-    ]
+def run_rates(zoo: Zoo, folder: Path, *more: str) -> dict[str, Any]:
+    main(options(zoo, "--scenario", "rates", "--num-requests", "6", "--rounds", "2", "--json", str(folder / "run.json"), *more))
+    result: dict[str, Any] = json.loads((folder / "run.json").read_text())
+    return result
 
 
-def test_a_load_scenario_without_a_draft_is_refused(zoo: Zoo) -> None:
+def test_all_rates_have_the_same_requests_stretched_and_both_engines_take_turns(
+    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = []
+
+    def watched(engine: Any, workload: Any, *rest: Any) -> Any:
+        served.append(workload)
+        return serve(engine, workload, *rest)
+
+    monkeypatch.setattr(load_scenarios, "serve", watched)
+    result = run_rates(zoo, tmp_path, "--rate", "400", "200", "--slo-ttft", "1e-9")
+    settings = ["no draft", "adaptive"]
+    orders = settings, settings[::-1]
+    found = [(each["round_id"], each["labels"][RATE], each["labels"]["setting"]) for each in result["samples"]]
+    assert found == [(round_id, rate, setting) for round_id in (0, 1) for rate in (200, 400) for setting in orders[round_id]]
+    for slow, fast in ((0, 2), (1, 3), (4, 6), (5, 7)):
+        assert (served[slow].prompts, served[slow].output_lens) == (served[fast].prompts, served[fast].output_lens)
+        assert 2 * np.array(served[fast].arrivals) == pytest.approx(served[slow].arrivals)
+    assert served[0] == served[1] and served[0].prompts != served[4].prompts
+    figures = [row["figures"] for row in result["rows"]]
+    assert all(each["within target"]["median"] == 0 and each["requests/s"]["median"] > 0 for each in figures)
+    assert ["latency P50, ms / first" in each for each in figures] == [False, True] * 2 and not result["warnings"]
+
+
+def test_rates_are_shares_of_what_the_first_setting_bears(zoo: Zoo, tmp_path: Path) -> None:
+    result = run_rates(zoo, tmp_path, "--slo-ttft", "1e9", "--slo-tbt", "1e9")
+    rates = sorted({row["labels"][RATE] for row in result["rows"]})
+    assert np.array(rates) / rates[0] == pytest.approx([1, 2, 3, 4], rel=0.02)
+    assert all(row["figures"]["within target"]["median"] == 1 for row in result["rows"])
+
+
+def test_gaps_between_arrivals_are_exponential_with_a_mean_of_a_second() -> None:
+    arrivals = draw_arrivals(20_000, seed=3)
+    gaps = np.diff(arrivals)
+    assert arrivals[0] == 0 and len(arrivals) == 20_000
+    assert gaps.mean() == pytest.approx(1, abs=0.03) and gaps.std() == pytest.approx(1, abs=0.03)
+    assert np.median(gaps) == pytest.approx(np.log(2), abs=0.03)
+    assert arrivals[:50] == draw_arrivals(50, seed=3) != draw_arrivals(50, seed=2)
+
+
+def test_rates_without_a_draft_are_refused(zoo: Zoo) -> None:
     with pytest.raises(ValueError, match="needs a draft: give --draft-model"):
         parse_arguments(["--model", zoo.path("llama")])

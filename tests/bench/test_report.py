@@ -55,7 +55,7 @@ def test_the_demo_s_draft_is_the_default_for_its_target_only(argv: list[str], dr
         ("trees", "--nodes 6 6"),
         ("adaptive", "--concurrency 1 1"),
         ("adaptive", "--fixed 4 4"),
-        ("latency", "--rate 2 4 2.0"),
+        ("load", "--rate 2 4 2.0"),
         ("throughput", "--modes titan titan"),
         ("load", "--scenario fair fair"),
     ],

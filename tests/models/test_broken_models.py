@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from titan import LLM
-from titan.bench.latency import parse_arguments
+from titan.bench.load import parse_arguments
 from titan.cli import main
 from titan.kernels.torch.backend import TorchBackend
 from titan.models.files import ModelFiles
@@ -454,7 +454,7 @@ def test_of_a_hub_id_what_is_read_is_downloaded_once_and_of_one_commit(hub: Hub,
 
 
 def test_a_bench_downloads_a_revision_and_takes_its_folder(hub: Hub) -> None:
-    args = parse_arguments(["--model", "some/draft", "--revision", "v1"])
+    args = parse_arguments(["--model", "some/draft", "--revision", "v1", "--scenario", "fair"])
     [commit] = hub.commits
     assert args.model == str(hub.cache / "some/draft" / commit)
     assert hub.revisions[0] == "v1" and set(hub.files) == SMALL | TOKENIZER | {"model.safetensors"}

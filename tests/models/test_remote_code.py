@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, dynamic_module_utils
 from zoo import random_prompts
 
 from titan import LLM
-from titan.bench.latency import parse_arguments
+from titan.bench.load import parse_arguments
 from titan.bench.options import model_options
 from titan.bench.prompts import prompt_stream
 from titan.bench.workloads import Lengths
@@ -146,7 +146,7 @@ def test_trusted_code_runs_to_greedy_parity_and_drafts(tmp_path: Path) -> None:
         assert output.outputs[0].token_ids == written[0, len(prompt) :].tolist()
     assert llm.metrics().model_impl == "transformers" and llm.metrics().acceptance_rate == 1
     assert len({token for output in outputs for token in output.outputs[0].token_ids}) > 8
-    bench = parse_arguments(["--model", str(folder), "--trust-remote-code"])
+    bench = parse_arguments(["--model", str(folder), "--trust-remote-code", "--scenario", "fair"])
     assert bench.model == str(folder)
     assert len(next(prompt_stream(bench.model, "auto", Lengths(4, 4), 0, **model_options(bench)))) == 4
     edit = load_file(folder / "model.safetensors")
