@@ -17,9 +17,13 @@ from titan import SamplingParams
 from titan.bench.runs import RequestRun, Run
 from titan.bench.step_times import step_times
 from titan.bench.workloads import Workload
+from titan.core.outputs import merge_metrics
 from titan.core.request import Request
 from titan.engine import Engine
 from titan.input_processor import InputProcessor
+
+NUM_DEPTHS = 6
+"""Depths of draft trees of which figures say how often a token was accepted."""
 
 
 def make_requests(engine: Engine, workload: Workload, **options: Any) -> list[Request]:
@@ -162,10 +166,12 @@ def serve(
 
 
 def _step_figures(requests: Sequence[Request]) -> dict[str, float]:
-    """Tokens that were emitted, and draft tokens that were verified, per request and step."""
-    metrics = [request.metrics for request in requests]
-    num_steps = sum(each.num_sequence_steps for each in metrics)
+    """Per request and step: tokens emitted, draft tokens verified, and those accepted at the first depths."""
+    metrics = merge_metrics([request.metrics for request in requests])
+    num_steps, accepted = metrics.num_sequence_steps, [*metrics.accepted_per_depth, *[0] * NUM_DEPTHS]
+    depths = {f"depth {depth}": number / num_steps for depth, number in enumerate(accepted[:NUM_DEPTHS], 1)}
     return {
-        "tokens/step": sum(each.num_emitted_tokens for each in metrics) / num_steps,
-        "nodes/step": sum(each.num_draft_tokens for each in metrics) / num_steps,
+        "tokens/step": metrics.mean_acceptance_length,
+        "nodes/step": metrics.num_draft_tokens / num_steps,
+        **(depths if metrics.num_draft_tokens else {}),
     }

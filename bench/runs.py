@@ -37,12 +37,11 @@ class RequestRun:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of a workload; ``figures`` and ``details`` are those of a `Sample` that the engine tells."""
+    """One run of a workload; ``figures`` are those of a `Sample` that the engine tells."""
 
     requests: list[RequestRun]  # in the order of the workload
     seconds: float
     figures: Mapping[str, float] = field(default_factory=dict)
-    details: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:

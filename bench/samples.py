@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from statistics import median
 from typing import TypeVar
 
@@ -24,7 +23,7 @@ class Sample:
     labels: Mapping[str, Label]  # tell variants apart, such as "mode" and "at once"
     round_id: int  # variants are compared within a round
     figures: Mapping[str, float]
-    details: Mapping[str, Sequence[float]] = field(default_factory=dict)  # by name, a number per request or a count per depth
+    details: Mapping[str, Sequence[float]] = field(default_factory=dict)  # by name, a number per request
 
 
 SampleT = TypeVar("SampleT", bound=Sample)
@@ -119,8 +118,3 @@ def with_ratio(samples: Sequence[SampleT], name: str, figure: str, **baseline: L
         ratios = {name: each.figures[figure] / other} if other and figure in each.figures else {}
         found.append(replace(each, figures={**each.figures, **ratios}))
     return found
-
-
-def sum_details(samples: Iterable[Sample], name: str) -> list[float]:
-    """A list of counts, added up over samples, such as the accepted tokens per depth."""
-    return [sum(counts) for counts in zip_longest(*(each.details.get(name, ()) for each in samples), fillvalue=0)]

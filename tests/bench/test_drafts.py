@@ -1,4 +1,4 @@
-"""Drafts and trees: recipes, the drafts made of them, what is measured, and what that adds up to."""
+"""Drafts: recipes, the drafts made of them, what is measured, and what that adds up to."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from stepping import make_engine
 from tiny_models import reference_logits
 from zoo import Zoo
 
-from titan.bench import draft_bench, trees
-from titan.bench.draft_bench import compare, find_fastest
+from titan.bench import drafts as bench_drafts
 from titan.bench.draft_recipes import DraftRecipe, Models
-from titan.bench.drafts import main
+from titan.bench.drafts import compare, find_fastest, main
 from titan.bench.samples import NO_DRAFT, Sample, Spread, make_rows
 from titan.bench.step_times import model_of
 from titan.core.batch import QueryRow, build_batch
@@ -76,7 +75,7 @@ def test_a_registered_drafter_is_what_is_measured_whatever_its_factory_has_chang
     monkeypatch.setattr("titan.draft.registry._FACTORIES", dict(_FACTORIES))
     register("wrong", make_wrong)
     drafts = ["--draft=wrong", f"--draft={zoo.path('llama~')}"]
-    result = run(zoo, tmp_path, *drafts, "--workload", "synthetic", "--rounds", "1")
+    result = run(zoo, tmp_path, *drafts, "--prompts", "synthetic", "--rounds", "1")
     assert result["answer"].startswith("Fastest draft by tokens/s in one round: at temperature 0 ")
     steps = [row["figures"]["tokens/step"]["median"] for row in result["rows"]]
     assert steps[0] == steps[1] == 1 < steps[2]
@@ -92,27 +91,28 @@ def run(zoo: Zoo, folder: Path, *options: str) -> dict[str, Any]:
 def test_drafts_take_turns_on_the_same_prompts_and_what_cannot_run_is_named(zoo: Zoo, tmp_path: Path) -> None:
     good = zoo.path("llama~+text")
     drafts = [good, f"{good},tree=dynamic,tokens=6", "truncated:1", "ngram", zoo.path("small_vocab")]
-    options = ["--workload", "code", "chat", "synthetic", "--temperature", "0", "0.8"]
+    options = ["--prompts", "code", "chat", "synthetic", "--temperature", "0", "0.8"]
     result = run(zoo, tmp_path, *options, *(f"--draft={draft}" for draft in drafts))
     orders = [NO_DRAFT, *drafts[:4]], [*drafts[:4], NO_DRAFT]
     places = [(each, t) for each in ("code", "synthetic") for t in (0.0, 0.8)]
     found = [(each["round_id"], *each["labels"].values()) for each in result["samples"]]
     assert found == [(round_id, *place, name) for round_id in (0, 1) for place in places for name in orders[round_id]]
-    assert "left out: workload chat" in (warnings := "; ".join(result["warnings"])) and "has another vocabulary" in warnings
+    assert "left out: prompts chat" in (warnings := "; ".join(result["warnings"])) and "has another vocabulary" in warnings
     rows = {tuple(row["labels"].values()): row["figures"] for row in result["rows"]}
     for (_, temperature, name), figures in rows.items():
         assert ("x no draft" in figures) == ("verify/decode" in figures) == (name != NO_DRAFT)
         if temperature == 0 and name != NO_DRAFT:  # in float32 speculation changes nothing
             assert figures["equal outputs"]["minimum"] == 1
-    depths = {tuple(each["labels"].values()): each["figures"] for each in result["depths"]}
-    assert len(depths["synthetic", 0.0, good]) == 1 + 4 < len(depths["synthetic", 0.0, drafts[1]])
+    figures = rows["synthetic", 0.0, drafts[1]]
+    depths = [each["median"] for name, each in figures.items() if name.startswith("depth")]
+    assert depths == sorted(depths, reverse=True) and len(depths) == 6 and 0 < depths[0] <= 1
     assert re.match(r"Fastest draft by tokens/s: at temperature 0 .+ x no draft\); at temperature 0\.8 ", result["answer"])
 
 
 def test_drafts_go_on_without_the_reference_which_fails_amid_a_step(
     zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, runs = draft_bench.run_workload, []
+    original, runs = bench_drafts.run_workload, []
 
     def fail_in_second_round(engine: Any, workload: Any, *, concurrency: int, temperature: float) -> Any:
         assert not engine.scheduler.has_unfinished
@@ -122,13 +122,13 @@ def test_drafts_go_on_without_the_reference_which_fails_amid_a_step(
                 patch.setattr(engine.kv, "commit", lambda *_: 1 / 0)
             return original(engine, workload, concurrency, temperature=temperature)
 
-    monkeypatch.setattr(draft_bench, "run_workload", fail_in_second_round)
-    result = run(zoo, tmp_path, "--draft=ngram", "--draft=truncated:1", "--workload", "synthetic", "--rounds", "3")
+    monkeypatch.setattr(bench_drafts, "run_workload", fail_in_second_round)
+    result = run(zoo, tmp_path, "--draft=ngram", "--draft=truncated:1", "--prompts", "synthetic", "--rounds", "3")
     assert runs[:4] == [(name, length, length) for name in (NO_DRAFT, "ngram") for length in (16, 18)]
     found = {row["labels"]["draft"]: row["figures"]["tokens/s"]["num_rounds"] for row in result["rows"]}
     assert found == {NO_DRAFT: 1, "ngram": 3, "truncated:1": 3}
     assert result["rows"][-1]["figures"]["equal outputs"]["num_rounds"] == 1
-    assert result["warnings"] == [f"{NO_DRAFT} ended (workload synthetic, temperature 0): ZeroDivisionError: division by zero"]
+    assert result["warnings"] == [f"{NO_DRAFT} ended (prompts synthetic, temperature 0): ZeroDivisionError: division by zero"]
 
 
 @pytest.mark.filterwarnings("ignore:the drafter 'flaky' failed:RuntimeWarning")  # as Python shows it: a line, and the run goes on
@@ -144,11 +144,11 @@ def test_a_drafter_that_fails_is_named_and_not_measured(zoo: Zoo, tmp_path: Path
 
     monkeypatch.setattr("titan.draft.registry._FACTORIES", dict(_FACTORIES))
     register("flaky", lambda context: Flaky(context.max_draft_tokens))
-    result = run(zoo, tmp_path, "--draft=flaky", "--draft=ngram", "--workload", "synthetic")
+    result = run(zoo, tmp_path, "--draft=flaky", "--draft=ngram", "--prompts", "synthetic")
     assert [row["labels"]["draft"] for row in result["rows"]] == [NO_DRAFT, "ngram"]
     assert {row["figures"]["tokens/s"]["num_rounds"] for row in result["rows"]} == {2}
     [warning] = result["warnings"]
-    assert warning.startswith("flaky ended (workload synthetic, temperature 0): ") and "LookupError: no index (" in warning
+    assert warning.startswith("flaky ended (prompts synthetic, temperature 0): ") and "LookupError: no index (" in warning
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_a_drafter_that_fails_is_named_and_not_measured(zoo: Zoo, tmp_path: Path
         (["--draft", "demo,tokens=2,tree=[-1, 0, -1]"], "at most max_draft_tokens=2"),
         (["--draft", "truncated:3"], "left out: truncated:3: .* the target has 3 layers, so 1 to one less"),
         (["--draft", "demo", "--output-len", "1"], "--output-len 1 is not allowed: it must be at least 2"),
-        (["--workload", "poetry"], "workload poetry: prompts 'poetry' are unknown"),
+        (["--prompts", "poetry"], "left out: prompts poetry: prompts 'poetry' are unknown"),
         (["--temperature", "-1"], "temperature"),
     ],
 )
@@ -172,41 +172,17 @@ def test_nothing_to_measure_is_an_error_before_work_is_done(zoo: Zoo, tmp_path: 
         run(zoo, tmp_path, *options)
 
 
-def test_speed_ups_are_within_rounds_and_the_fastest_is_so_over_workloads() -> None:
+def test_speed_ups_are_within_rounds_and_the_fastest_is_so_over_prompts() -> None:
     rates = {"code": {"good": (200, 300), "even": (180, 270)}, "prose": {"good": (90, 90), "even": (120, 180)}}
     samples = []
-    for (workload, drafts), round_id in product(rates.items(), range(2)):
+    for (source, drafts), round_id in product(rates.items(), range(2)):
         plain = {"tokens/s": 100.0 * (1 + round_id), "ms/target pass": 2.0}
-        samples.append(Sample({"workload": workload, "temperature": 0.0, "draft": NO_DRAFT}, round_id, plain))
+        samples.append(Sample({"prompts": source, "temperature": 0.0, "draft": NO_DRAFT}, round_id, plain))
         for draft, speeds in drafts.items():
             figures = {"tokens/s": float(speeds[round_id]), "ms/target pass": 3.0}
-            samples.append(Sample({"workload": workload, "temperature": 0.0, "draft": draft}, round_id, figures))
-    rows = {tuple(row.labels.values()): row for row in make_rows(compare(samples, "draft"))}
+            samples.append(Sample({"prompts": source, "temperature": 0.0, "draft": draft}, round_id, figures))
+    rows = {tuple(row.labels.values()): row for row in make_rows(compare(samples))}
     good = rows["code", 0.0, "good"].figures
     assert good["x no draft"] == Spread.of([2.0, 1.5]) and good["verify/decode"].median == 1.5
     assert rows["prose", 0.0, "even"].median("x no draft") == pytest.approx(1.05)
-    assert find_fastest(list(rows.values()), "draft") == {0.0: ("even", pytest.approx((1.575 * 1.05) ** 0.5))}
-
-
-def run_trees(zoo: Zoo, *options: str) -> None:
-    sizes = ["--concurrency", "2", "--prompt-len", "8", "--output-len", "12", "--rounds", "1", "--threads", "1"]
-    trees.main(["--model", zoo.path("llama"), "--draft-model", zoo.path("llama~"), "--dtype", "float32", *sizes, *options])
-
-
-def test_every_shape_of_tree_is_measured_at_every_temperature(zoo: Zoo, tmp_path: Path) -> None:
-    run_trees(zoo, "--nodes", "6", "8", "--temperature", "0", "1", "--json", str(tmp_path / "trees.json"))
-    sizes = [f"{tree}, {count}" for count in (6, 8) for tree in ("dynamic", "auto")]
-    names = {0.0: [NO_DRAFT, "chain, greedy, 6", *sizes], 1.0: [NO_DRAFT, "chain, greedy, 6", "chain, sampled, 6", *sizes]}
-    rows = json.loads((tmp_path / "trees.json").read_text())["rows"]
-    found = [(row["labels"]["temperature"], row["labels"]["tree"]) for row in rows]
-    assert found == [(temperature, name) for temperature, each in names.items() for name in each]
-    assert all((row["figures"]["tokens/step"]["median"] == 1) == (row["labels"]["tree"] == NO_DRAFT) for row in rows)
-
-
-@pytest.mark.parametrize(
-    ("draft", "message"),
-    [("ngram", "--draft-model ngram is not a draft model"), ("./nowhere", r"dynamic, 6; auto, 6.*'\./nowhere' does not exist")],
-)
-def test_a_draft_without_shapes_is_refused(zoo: Zoo, draft: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        run_trees(zoo, "--draft-model", draft)
+    assert find_fastest(list(rows.values())) == {0.0: ("even", pytest.approx((1.575 * 1.05) ** 0.5))}

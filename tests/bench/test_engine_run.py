@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -61,7 +63,7 @@ def test_each_request_has_its_own_tokens_and_steps_and_batches_add_up(zoo: Zoo, 
     }
     num_steps, figures = {}, {}
     for mode, work in modes.items():
-        before = engine.counters.num_steps
+        before, counts = engine.counters.num_steps, deepcopy(engine.counters)
         run = work()
         num_steps[mode], figures[mode] = engine.counters.num_steps - before, run.figures
         for prompt, wanted, request in zip(WORKLOAD.prompts, OUTPUT_LENS, run.requests, strict=True):
@@ -74,6 +76,10 @@ def test_each_request_has_its_own_tokens_and_steps_and_batches_add_up(zoo: Zoo, 
     assert num_steps["single"] == sum(OUTPUT_LENS) and figures["single"]["batch"] == 1
     assert num_steps["static"] == max(OUTPUT_LENS[:3]) + max(OUTPUT_LENS[3:]) and figures["static"]["batch"] == 3
     assert num_steps["draft"] < num_steps["continuous"] == max(slots) < num_steps["static"]
+    accepted = [now - then for now, then in zip_longest(engine.counters.accepted_per_depth, counts.accepted_per_depth, fillvalue=0)]
+    num_sequence_steps = engine.counters.num_sequence_steps - counts.num_sequence_steps
+    found = [figures["draft"][f"depth {depth}"] for depth in range(1, 7)]
+    assert found == pytest.approx([each / num_sequence_steps for each in [*accepted, 0, 0, 0]]) and len(accepted) == 3
     for mode in ("draft", "continuous"):
         tokens_per_step = sum(OUTPUT_LENS) / (num_steps[mode] * figures[mode]["batch"])
         assert figures[mode]["tokens/step"] == pytest.approx(tokens_per_step) and (tokens_per_step > 1) == (mode == "draft")

@@ -50,9 +50,8 @@ def test_the_demo_s_draft_is_the_default_for_its_target_only(argv: list[str], dr
     ("bench", "argv"),
     [
         ("drafts", "--temperature 0 0.0"),
-        ("drafts", "--workload code prose code"),
+        ("drafts", "--prompts code prose code"),
         ("drafts", "--draft ngram --draft demo --draft ngram"),
-        ("trees", "--nodes 6 6"),
         ("adaptive", "--concurrency 1 1"),
         ("adaptive", "--fixed 4 4"),
         ("load", "--rate 2 4 2.0"),

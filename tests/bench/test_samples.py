@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from titan.bench.runs import RequestRun, Run, latency_figures, share_equal, with_equal_outputs
-from titan.bench.samples import Sample, Spread, make_rows, rotated, sum_details, with_ratio
+from titan.bench.samples import Sample, Spread, make_rows, rotated, with_ratio
 
 
 def sample(mode: str, round_id: int, **figures: float) -> Sample:
@@ -37,11 +37,6 @@ def test_the_ratio_is_the_median_of_the_ratios_within_the_rounds_that_both_have(
 def test_each_round_begins_with_the_next_variant() -> None:
     assert ["".join(rotated("abc", round_id)) for round_id in range(5)] == ["abc", "bca", "cab", "cba", "acb"]
     assert rotated("", 1) == []
-
-
-def test_details_are_added_up() -> None:
-    samples = [Sample({}, 0, {}, {"depths": [3, 1]}), Sample({}, 1, {}, {"depths": [2]}), Sample({}, 2, {})]
-    assert sum_details(samples, "depths") == [5, 1]
 
 
 def test_requests_tell_their_times_where_they_are_known() -> None:
