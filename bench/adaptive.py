@@ -20,9 +20,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from itertools import repeat
-from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
@@ -32,7 +30,7 @@ from titan.bench.draft_recipes import DraftRecipe, LoadedDraft, Models
 from titan.bench.engine_run import make_idle, run_first_steps, run_workload
 from titan.bench.hopeless_drafts import HalfHopelessDrafter, load_shuffled
 from titan.bench.loading import engine_options, load_target
-from titan.bench.options import add_draft, add_target, bench_parser, model_options, output_file, parse, positive, refuse_given
+from titan.bench.options import add_draft, add_target, bench_parser, model_options, parse, positive
 from titan.bench.prompts import prompt_stream
 from titan.bench.report import Report, count, figure_table, in_one_round, measure_and_publish
 from titan.bench.runs import Run
@@ -56,7 +54,7 @@ GAIN, SHARE = "x off", "x best fixed"
 COLUMNS = {"tokens/s": "±.1f", GAIN: "[.2f", SHARE: "[.2f", "nodes/step": ".2f", "tokens/step": ".2f", "ms/step": "±.2f"}
 NUM_RESAMPLES = 10_000
 MIN_ROUNDS = 6
-"""From which there are intervals: the range of five values has their median in it with less than 95 %."""
+"""From which there are intervals: the range of five values holds their median with less than 95 %."""
 QUICK = {"concurrency": [1, 8], "fixed": [2, 6], "output_len": 48, "rounds": 3}
 
 
@@ -229,28 +227,6 @@ def adaptive_answer(rows: Sequence[Row]) -> str:
     return f"Tokens/s of adaptive speculation{in_one_round(mine)}: {'; '.join(texts)}."
 
 
-def write_plot(rows: Sequence[Row], path: Path) -> None:
-    """Plot tokens/s and draft tokens over the requests at once: medians and ranges, a line per setting, as SVG."""
-    from matplotlib.figure import Figure  # only a plot needs it
-
-    mine = sorted((row for row in rows if row.labels["at once"] != ALL), key=lambda row: int(row.labels["at once"]))
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    for axes, name in zip(figure.subplots(1, 2), ("tokens/s", "nodes/step"), strict=True):
-        for setting in dict.fromkeys(str(row.labels["setting"]) for row in mine):
-            points = [(int(row.labels["at once"]), row.figures[name]) for row in mine if row.labels["setting"] == setting]
-            medians, lows, highs = zip(*((each.median, each.minimum, each.maximum) for _, each in points), strict=True)
-            at_once = [each for each, _ in points]
-            [line] = axes.plot(at_once, medians, marker="o", label=setting)
-            axes.vlines(at_once, lows, highs, colors=line.get_color(), alpha=0.6)
-        axes.set_xscale("log", base=2)
-        ticks = sorted({int(row.labels["at once"]) for row in mine})
-        axes.set_xticks(ticks, map(str, ticks))
-        axes.set(xlabel="requests at once", ylabel=name, ylim=(0, None))
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="svg")
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line.
 
@@ -259,11 +235,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     args = parse_arguments(argv)
     bench = AdaptiveBench(args)
-    try:
-        measure_and_publish(args, bench.run, bench.report)
-    finally:
-        if args.plot is not None and bench.samples:
-            write_plot(make_rows(bench.samples), args.plot)
+    measure_and_publish(args, bench.run, bench.report)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -274,7 +246,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """
     parser = bench_parser("adaptive", __doc__)
     add = parser.add_argument
-    add("--plot", type=output_file, metavar="FILE", help="draw tokens/s and draft tokens over the requests at once, as SVG")
     add("--quick", action="store_true", help="a first look: 1 and 8 at once, two fixed numbers, outputs of 48 tokens, 3 rounds")
     add_target(parser)
     add_draft(parser)
@@ -292,10 +263,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     drafts.add_argument("--hopeless", action="store_true", help="shuffle the draft's weights: nothing that it proposes is right")
     drafts.add_argument("--mixed", action="store_true", help="change the proposals for every second request: they are wrong")
     args = parse(parser, argv, QUICK)
-    if args.plot and find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install 'titan-spec[bench]'")
     if args.first_steps:
-        refuse_given(parser, argv, ("fixed", "waves", "output_len"), "with --first-steps")
+        for name in ("fixed", "waves", "output_len"):
+            if getattr(args, name) != parser.get_default(name):
+                raise ValueError(f"--{name.replace('_', '-')} is not allowed with --first-steps: it would have no effect")
     args.waves = args.waves or (2 if args.mixed else 1)
     if args.draft_model is None:
         raise ValueError(f"--model {args.model} needs a draft: give --draft-model")

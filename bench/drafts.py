@@ -26,7 +26,7 @@ from titan import LLM, SamplingParams
 from titan.bench.draft_recipes import DraftRecipe, Models
 from titan.bench.engine_run import NUM_DEPTHS, make_idle, run_workload
 from titan.bench.loading import engine_options
-from titan.bench.options import add_draft_weight_bits, add_rounds, add_target, bench_parser, model_options, parse, positive
+from titan.bench.options import add_draft_weight_bits, add_target, bench_parser, model_options, parse, positive
 from titan.bench.prompts import SOURCES, SYNTHETIC, prompt_stream
 from titan.bench.report import Report, count, figure_table, in_one_round, measure_and_publish
 from titan.bench.runs import Run, with_equal_outputs
@@ -214,7 +214,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--prompts", nargs="+", help=f"{', '.join(SOURCES)}, {SYNTHETIC} (default: all but this; synthetic without a tokenizer)")
     add("--prompt-len", type=Lengths.parse, default="64", help="tokens, or a mix such as 16-256 (default: 64)")
     add("--output-len", type=positive, default=128, help="tokens (default: %(default)s)")
-    add_rounds(parser, 3)
+    add("--rounds", type=positive, default=3, help="default: %(default)s")
     args = parse(parser, argv, QUICK)
     args.draft = args.draft or (DEMO_DRAFTS if args.model == DEMO else OTHER_DRAFTS)
     if args.prompts is None:

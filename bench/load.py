@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 from titan.bench.engine_run import make_idle, run_workload
 from titan.bench.load_scenarios import Scenario, make_scenarios
 from titan.bench.loading import engine_options, load_target
-from titan.bench.options import above_zero, add_draft, add_rounds, add_target, bench_parser, parse, positive
+from titan.bench.options import above_zero, add_draft, add_target, bench_parser, parse, positive
 from titan.bench.report import Report, count, figure_table, measure_and_publish
 from titan.bench.runs import Run
 from titan.bench.samples import Label, Row, Sample, make_rows, rotated, with_ratio
@@ -212,7 +212,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--kv-memory", type=positive, default=256, help="MiB, of int8-memory (default: %(default)s)")
     add("--slo-ttft", type=above_zero, default=0.5, help="target: most seconds to the first token (default: %(default)s)")
     add("--slo-tbt", type=above_zero, default=0.05, help="target: most seconds between tokens (default: %(default)s)")
-    add_rounds(parser, 2)
+    add("--rounds", type=positive, default=2, help="default: %(default)s")
     args = parse(parser, argv, QUICK)
     if args.draft_model is None and "rates" in args.scenario:
         raise ValueError(f"--scenario rates of --model {args.model} needs a draft: give --draft-model")

@@ -55,11 +55,6 @@ def add_draft_weight_bits(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_rounds(parser: argparse.ArgumentParser, default: int) -> None:
-    """Add the option for the number of rounds, which commands of older results have under another name."""
-    parser.add_argument("--rounds", "--repeats", type=positive, default=default, help="default: %(default)s")
-
-
 def model_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return how models are to be opened, as `LLM` and `open_model` take it.
 
@@ -102,24 +97,6 @@ def parse(
     if getattr(args, "revision", None):
         args.model = download(resolve_model(args.model, "target"), args.revision, **model_options(args))
     return args
-
-
-def refuse_given(parser: argparse.ArgumentParser, argv: Sequence[str] | None, names: Sequence[str], place: str) -> None:
-    """Refuse options where they would have no effect.
-
-    Args:
-        parser: of the command line.
-        argv: the command line.
-        names: of what may not be in it, as of the parser's namespace.
-        place: where they have no effect, such as "with --first-steps".
-
-    Raises:
-        ValueError: one of them was given.
-    """
-    found = vars(parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(names))))
-    for name in names:
-        if found[name] is not None:
-            raise ValueError(f"--{name.replace('_', '-')} is not allowed {place}: it would have no effect")
 
 
 def positive(text: str) -> int:

@@ -34,7 +34,7 @@ from titan.bench.modes import (
     modes_at,
     possible_modes,
 )
-from titan.bench.options import add_draft, add_rounds, add_target, bench_parser, model_options, parse, positive
+from titan.bench.options import add_draft, add_target, bench_parser, model_options, parse, positive
 from titan.bench.prompts import prompt_stream
 from titan.bench.report import Report, Table, count, figure_table, in_one_round, measure_and_publish
 from titan.bench.runs import Run, latency_figures, with_equal_outputs
@@ -270,7 +270,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--output-len", type=Lengths.parse, default=Lengths(128, 128), help="tokens, or 16-512 for a mix (default: %(default)s)")
     add("--waves", type=positive, help=f"requests per slot (default: 1, with mixed output lengths {WAVES_OF_A_MIX})")
     add("--max-draft-tokens", type=positive, default=4, help="per request and step (default: %(default)s)")
-    add_rounds(parser, 3)
+    add("--rounds", type=positive, default=3, help="default: %(default)s")
     add("--modes", nargs="+", choices=list(MODES), metavar="MODE", help=f"default: what can run, of {', '.join(MODES)}")
     peer_help = "environment of vllm or openvino (default: .peers/NAME); may be given again"
     add("--peer", action="append", type=_peer, default=[], metavar="NAME=FOLDER", help=peer_help)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator
-from itertools import islice
 from math import comb
 from pathlib import Path
 from typing import Any
@@ -13,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from back_ends import CODED, make_back_end
-from matplotlib.figure import Figure
 from zoo import Zoo
 
 from titan.bench import adaptive
@@ -26,12 +22,11 @@ from titan.bench.adaptive import (
     main,
     mean_samples,
     parse_arguments,
-    write_plot,
 )
 from titan.bench.engine_run import make_requests, run_first_steps
 from titan.bench.hopeless_drafts import load_shuffled
 from titan.bench.runs import Run
-from titan.bench.samples import Sample, make_rows
+from titan.bench.samples import Sample
 from titan.bench.workloads import Workload
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.registry import _FACTORIES, open_draft_model, register
@@ -54,7 +49,7 @@ def run(zoo: Zoo, folder: Path, *more: str) -> dict[str, Any]:
 
 
 def test_every_setting_gives_a_row(zoo: Zoo, tmp_path: Path) -> None:
-    result = run(zoo, tmp_path, *SIZES, f"--plot={tmp_path / 'plots' / 'run.svg'}")
+    result = run(zoo, tmp_path, *SIZES)
     rows = {tuple(row["labels"].values()): row["figures"] for row in result["rows"]}
     settings = ["off", "fixed 1", "fixed 3", "adaptive"]
     assert list(rows) == [(at_once, setting) for at_once in (1, 3, "all") for setting in settings]
@@ -68,31 +63,12 @@ def test_every_setting_gives_a_row(zoo: Zoo, tmp_path: Path) -> None:
     assert turns == [*((each, 0) for each in settings), *((each, 1) for each in (*settings[1:], settings[0]))]
     for at_once in (1, 3, "all"):
         assert sum("x best fixed" in rows[at_once, setting] for setting in settings) == 3
-    # matplotlib writes each text of a plot into a comment
-    texts = re.findall("<!-- (.+) -->", (tmp_path / "plots" / "run.svg").read_text())
-    assert {"requests at once", "1", "3", "tokens/s", "nodes/step", *settings} <= set(texts) and "all" not in texts
 
 
 def test_each_run_has_its_kv_cache_in_another_place(zoo: Zoo) -> None:
     bench = AdaptiveBench(parse_arguments(options(zoo, *SIZES)))
     before, after = ([each.kv.tensors["target"].groups[0] for each in bench._engines.values()] for _ in bench.run())
     assert all(cache is not other for cache, other in zip(before, after, strict=True))
-
-
-def test_a_plot_has_a_line_per_setting_over_the_requests_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Any] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.extend(figure.axes))
-    figures = {(8, "off"): (90.0, 0.0), (1, "off"): (10.0, 0.0), (8, "adaptive"): (88.0, 0.5), (1, "adaptive"): (19.0, 4.0)}
-    samples = [
-        Sample({"at once": at_once, "setting": setting}, 0, {"tokens/s": rate, "nodes/step": nodes})
-        for (at_once, setting), (rate, nodes) in figures.items()
-    ]
-    write_plot(make_rows([*samples, *mean_samples(samples)]), tmp_path / "run.svg")
-    lines = [{line.get_label(): line.get_xydata().tolist() for line in axes.lines} for axes in drawn]
-    assert lines == [
-        {"off": [[1, 10], [8, 90]], "adaptive": [[1, 19], [8, 88]]},
-        {"off": [[1, 0], [8, 0]], "adaptive": [[1, 4], [8, 0.5]]},
-    ]
 
 
 @pytest.mark.parametrize(("draft", "helps"), [([], [True, True]), (["--hopeless"], [False, False]), (["--mixed"], [True, False])])
@@ -230,25 +206,3 @@ def test_a_drafter_of_a_class_of_its_own_is_refused_with_its_name(zoo: Zoo, monk
     register("mine", lambda context: open_draft_model(zoo.path("llama~"), context, Mine)())
     with pytest.raises(ValueError, match=f"{option} needs a draft model: --draft-model mine is a Mine"):
         AdaptiveBench(parse_arguments(options(zoo, *SIZES, "--draft-model", "mine", option)))
-
-
-@pytest.mark.parametrize("num_places", [0, 1])
-def test_what_was_measured_before_a_failure_is_plotted(
-    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_places: int
-) -> None:
-    original = AdaptiveBench.run
-
-    def run_and_fail(bench: AdaptiveBench) -> Iterator[None]:
-        yield from islice(original(bench), num_places)
-        raise OSError("no room")
-
-    monkeypatch.setattr(AdaptiveBench, "run", run_and_fail)
-    with pytest.raises(OSError, match="no room"):
-        run(zoo, tmp_path, *SIZES, f"--plot={tmp_path / 'run.svg'}")
-    assert (tmp_path / "run.svg").exists() == (num_places == 1)
-
-
-def test_a_plot_that_could_not_be_drawn_is_refused_before_work_is_done(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adaptive, "find_spec", lambda _: None)
-    with pytest.raises(ValueError, match="--plot needs matplotlib: pip install"):
-        parse_arguments(options(zoo, "--plot", "run.svg"))
