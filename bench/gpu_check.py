@@ -31,7 +31,6 @@ from titan.bench.options import bench_parser, parse, positive
 from titan.bench.report import Report, Table, count, figure_table, format_label, measure_and_publish
 from titan.bench.samples import Label
 from titan.bench.turns import log
-from titan.bench.workloads import read_text
 from titan.kernels.triton.tools import INTERPRETED
 
 SECTIONS = {
@@ -93,8 +92,15 @@ def make_report(rows: Sequence[Row], base: Mapping[str, Figures]) -> Report:
 
 
 def read_base(path: Path) -> dict[str, Figures]:
-    """Figures of a run that ``--json`` wrote, by the name of the row."""
-    rows = json.loads(read_text(path, f"--base {path}"))["rows"]
+    """Figures of a run that ``--json`` wrote, by the name of the row.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--base {path} cannot be read: {error}") from error
     return {_name(row["labels"]): row["figures"] for row in rows}
 
 

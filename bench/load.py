@@ -10,7 +10,7 @@ Each scenario serves the same requests with engines that differ in some options 
 rates: adaptive speculation against none at 30, 60, 90 and 120 % of capacity. long-prompts: at 80 %, with one prompt of half the
 model's length, at most 4,096 tokens, per 20 short ones. priority: at 150 % for a fixed time, a tenth of the requests critical.
 fair: two users, one of whom sends ten times as much. prefix: a system prompt of 512 tokens. int8: steps of 32 requests with 512
-tokens of context. int8-memory: how many requests run in the same memory. `titan bench kernels --select swap` measures swaps.
+tokens of context. int8-memory: how many requests run in the same memory. `titan bench parts --select swap` measures swaps.
 
 Capacity is what the first engine finishes per second if all requests come at once; --rate names rates in place of its shares.
 Arrivals are a Poisson process, an open loop: the next request does not wait for an answer. All rates use the same draws, stretched.

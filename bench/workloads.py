@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
-from pathlib import Path
 
 from titan.core.terms import RequestTerms
 
@@ -85,18 +84,6 @@ class Workload:
 def take_workload(prompts: Iterator[list[int]], num_requests: int, output_lens: Iterator[int]) -> Workload:
     """Make a workload of the next prompts and lengths of two streams."""
     return Workload(list(islice(prompts, num_requests)), list(islice(output_lens, num_requests)))
-
-
-def read_text(path: Path, name: str) -> str:
-    """Read a file that a user named.
-
-    Raises:
-        ValueError: it cannot be read; the message begins with ``name``.
-    """
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{name} cannot be read as text in UTF-8: {error}") from error
 
 
 def draw_arrivals(num_requests: int, seed: int) -> list[float]:

@@ -44,7 +44,7 @@ BENCHES = {
     "load": "a server's load: rates of arrivals, policies, long prompts, prefix cache, quantised KV, each against none",
     "adaptive": "adaptive speculation against none and fixed numbers of draft tokens, over the requests at once",
     "drafts": "drafts and shapes of draft trees against one target: draft models, its own first layers, n-grams",
-    "kernels": "parts of a step: swaps, scheduling, layers of transformers, the host's part on CUDA",
+    "parts": "parts of a step: swaps, scheduling, layers of transformers, the host's part on CUDA",
     "gpu_check": "a CUDA device: tests, kernels against its bandwidth and others, whole engines",
     "tune": "tiles of tree attention on this CUDA device, for the checked-in table",
 }

@@ -247,12 +247,8 @@ class EndToEnd:
 
     def measure_titan(self, batch: int, mode: str, draft: str) -> Figures:
         """Measure a window."""
-        passes, counters, num_steps, acceptance = (
-            self.engine.passes,
-            self.engine.counters,
-            self.plan.num_steps(batch),
-            MODES[mode].acceptance,
-        )
+        passes, counters, num_steps = self.engine.passes, self.engine.counters, self.plan.num_steps(batch)
+        acceptance = MODES[mode].acceptance
         with self.window(batch, mode, draft) as step:
             num_tokens = counters.num_emitted_tokens
             passes.num_replayed = passes.num_eager = 0

@@ -113,11 +113,8 @@ def run_isolated(section: Section, setting: Setting, seconds: float, *, grace: f
     The tasks after it run in a new process. Yields rows as soon as they are known, the first of which says how long it took until
     the tasks were; there are no more after one without labels, whose process did not get as far within `START` and ``grace``.
     """
-    deadline = time.time() + seconds
-    num_known, left = (
-        0,
-        [(Row({}, 0, {}, status="failed"), seconds)],
-    )  # what becomes of a row whose process is lost; planned seconds
+    deadline, num_known = time.time() + seconds, 0
+    left = [(Row({}, 0, {}, status="failed"), seconds)]  # what becomes of a row whose process is lost; planned seconds
     while left and (not num_known or time.time() < deadline):
         start = time.time()
         try:

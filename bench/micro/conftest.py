@@ -1,4 +1,4 @@
-"""Fixtures of the micro-benchmarks; `titan.bench.kernels` provides ``seed`` and ``swap_pair``."""
+"""Fixtures of the micro-benchmarks; `titan.bench.parts` provides ``seed`` and ``swap_pair``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The host's part of a speculative step on the CUDA path, also on a machine without a GPU.
 
-    titan bench kernels --select cuda_host
+    titan bench parts --select cuda_host
 
 Scheduling, batches, uploads, growth, verification and commit run as they do on a GPU; kernels and graphs are launched in name only,
 and a matrix product is an empty tensor. Each request drafts a chain, of which it accepts half: a greedy one, or with "auto" the one

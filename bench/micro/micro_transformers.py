@@ -1,6 +1,6 @@
 """Models of transformers: a pass of a 30 M Llama beside Titan's own decoder, and a layer of experts beside transformers' own.
 
-titan bench kernels --select micro_transformers
+titan bench parts --select micro_transformers
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from titan.bench import kernels
+from titan.bench import parts
 from titan.bench.options import add_draft, add_target, bench_parser, parse
 from titan.bench.provenance import describe_checkout, describe_model
 from titan.bench.report import Report, figure_table, measure_and_publish, table_lines
@@ -67,8 +67,8 @@ def test_variants_that_could_not_be_told_apart_are_refused_by_name(bench: str, a
 
 def test_target_and_draft_of_a_pair_may_be_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[object] = []
-    monkeypatch.setattr(kernels, "measure_and_publish", lambda *args: found.append(args[-1]))
-    kernels.main(["--threads", "1", "--swap-pair", "demo", "demo"])
+    monkeypatch.setattr(parts, "measure_and_publish", lambda *args: found.append(args[-1]))
+    parts.main(["--threads", "1", "--swap-pair", "demo", "demo"])
     assert found == [{"target": "demo", "draft": "demo"}]
 
 

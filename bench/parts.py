@@ -1,7 +1,7 @@
 """Micro-benchmarks of parts of a step, by pytest-benchmark: swaps, scheduling, layers of transformers, the host's part on CUDA.
 
-    titan bench kernels --json parts.json
-    titan bench kernels --select "swap or recompute"
+    titan bench parts --json parts.json
+    titan bench parts --select "swap or recompute"
 
 A time is the fastest of many, in microseconds: what else runs on the machine can only add to it. Ctrl-C ends the measurement and
 reports what there is.
@@ -43,7 +43,7 @@ def run_benchmarks(
         import pytest
         import pytest_benchmark  # noqa: F401
     except ModuleNotFoundError as error:
-        raise ValueError(f"titan bench kernels needs {error.name}: pip install 'titan-spec[bench]'") from error
+        raise ValueError(f"titan bench parts needs {error.name}: pip install 'titan-spec[bench]'") from error
     failures: list[str] = []
 
     class Plugin:
@@ -127,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The options."""
-    parser = bench_parser("kernels", __doc__)
+    parser = bench_parser("parts", __doc__)
     parser.add_argument("--select", default="", metavar="EXPRESSION", help='names, such as "swap or recompute" (default: all)')
     parser.add_argument("--seconds", type=above_zero, default=0.5, help="for each benchmark, about (default: %(default)s)")
     parser.add_argument("--swap-pair", nargs=2, default=(DEMO, DEMO), metavar="MODEL", help="of swaps (default: the demo pair)")

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from titan.bench.kernels import FASTEST, MEDIAN, make_rows
+from titan.bench.parts import FASTEST, MEDIAN, make_rows
 
 
 def test_times_are_in_microseconds_and_medians_have_their_quartiles() -> None:
@@ -18,14 +18,14 @@ def test_times_are_in_microseconds_and_medians_have_their_quartiles() -> None:
     assert [f"{row.figures[name]:±.1f}" for name in (FASTEST, MEDIAN)] == ["3.0", "6.0 ±50 %"]
 
 
-def test_a_run_measures_kernels_and_the_host(tmp_path: Path) -> None:
+def test_a_run_measures_copies_and_the_host(tmp_path: Path) -> None:
     """In processes of their own, because pytest does not nest; for pytest-benchmark they are no workers, and none interprets."""
     path = tmp_path / "run.json"
     environment = {name: value for name, value in os.environ.items() if "XDIST" not in name and name != "TRITON_INTERPRET"}
 
     def run(*options: str) -> subprocess.CompletedProcess[str]:
         start = "from titan.cli import main; raise SystemExit(main())"
-        command = [sys.executable, "-c", start, "bench", "kernels", "--threads", "1", "--seconds", "0.01", *options]
+        command = [sys.executable, "-c", start, "bench", "parts", "--threads", "1", "--seconds", "0.01", *options]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
     found = run("--select", "copy_of or cuda_step and auto-1]", "--json", str(path))
