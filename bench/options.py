@@ -65,10 +65,7 @@ def model_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse(
-    parser: argparse.ArgumentParser,
-    argv: Sequence[str] | None,
-    quick: Mapping[str, Any] | None = None,
-    may_repeat: Sequence[str] = (),
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None, quick: Mapping[str, Any] | None = None
 ) -> argparse.Namespace:
     """Read a command line, let torch use its threads, and keep it as ``command``.
 
@@ -76,7 +73,6 @@ def parse(
         parser: of the command line.
         argv: the command line; ``None`` = that of the process.
         quick: the defaults after ``--quick``.
-        may_repeat: options, as of the parser's namespace, whose values are not variants to be told apart, and may be equal.
 
     Raises:
         ValueError: an option has a value twice.
@@ -87,7 +83,7 @@ def parse(
         parser.set_defaults(**quick)
         args = parser.parse_args(argv)
     for name, values in vars(args).items():
-        if isinstance(values, list) and name not in may_repeat and len(set(values)) < len(values):
+        if isinstance(values, list) and len(set(values)) < len(values):
             text = " ".join(map(str, values))
             raise ValueError(f"--{name.replace('_', '-')} {text} has a value twice: allowed is each once")
     args.command = f"{parser.prog} {shlex.join(argv)}".rstrip()

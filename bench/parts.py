@@ -29,7 +29,7 @@ FASTEST, MEDIAN = "fastest, us", "median, us"
 
 
 def run_benchmarks(
-    select: str, seconds: float, seed: int, swap_pair: tuple[str, str] = (DEMO, DEMO)
+    select: str, seconds: float, seed: int, swap_pair: tuple[str, str]
 ) -> tuple[list[dict[str, Any]], list[str], bool]:
     """Run the micro-benchmarks in this process; pytest shows its progress on stderr.
 
@@ -108,20 +108,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         KeyboardInterrupt: Ctrl-C came before anything was measured.
         ValueError: an option is not allowed.
     """
-    args = parse(make_parser(), argv, may_repeat=["swap_pair"])
+    args = parse(make_parser(), argv)
     rows: list[Row] = []
     failures: list[str] = []
 
     def measure() -> Iterator[None]:
-        benchmarks, problems, is_interrupted = run_benchmarks(args.select, args.seconds, args.seed, args.swap_pair)
+        benchmarks, problems, is_interrupted = run_benchmarks(args.select, args.seconds, args.seed, (args.model, args.draft_model))
         rows.extend(make_rows(benchmarks))
         failures.extend(problems)
         yield
         if is_interrupted:
             raise KeyboardInterrupt
 
-    models = dict(zip(("target", "draft"), args.swap_pair, strict=True))
-    measure_and_publish(args, measure, lambda: make_report(rows, failures), models)
+    measure_and_publish(args, measure, lambda: make_report(rows, failures))
     return int(bool(failures))
 
 
@@ -130,5 +129,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser = bench_parser("parts", __doc__)
     parser.add_argument("--select", default="", metavar="EXPRESSION", help='names, such as "swap or recompute" (default: all)')
     parser.add_argument("--seconds", type=above_zero, default=0.5, help="for each benchmark, about (default: %(default)s)")
-    parser.add_argument("--swap-pair", nargs=2, default=(DEMO, DEMO), metavar="MODEL", help="of swaps (default: the demo pair)")
+    parser.add_argument("--model", default=DEMO, help="folder or hub id of the target of swaps (default: the demo pair)")
+    parser.add_argument("--draft-model", default=DEMO, help="folder or hub id of the draft of swaps (default: the demo's)")
     return parser

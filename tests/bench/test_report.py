@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from titan.bench import parts
 from titan.bench.options import add_draft, add_target, bench_parser, parse
 from titan.bench.provenance import describe_checkout, describe_model
 from titan.bench.report import Report, figure_table, measure_and_publish, table_lines
@@ -63,13 +62,6 @@ def test_variants_that_could_not_be_told_apart_are_refused_by_name(bench: str, a
     option = argv.split()[0]
     with pytest.raises(ValueError, match=f"{option} .* has a value twice: allowed is each once"):
         import_module(f"titan.bench.{bench}").main(["--threads", "1", *argv.split()])
-
-
-def test_target_and_draft_of_a_pair_may_be_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[object] = []
-    monkeypatch.setattr(parts, "measure_and_publish", lambda *args: found.append(args[-1]))
-    parts.main(["--threads", "1", "--swap-pair", "demo", "demo"])
-    assert found == [{"target": "demo", "draft": "demo"}]
 
 
 def test_a_table_has_labels_and_the_figures_that_any_row_has() -> None:
