@@ -120,6 +120,7 @@ class ThroughputBench:
         prompts, output_lens = self._prompts(), args.output_len.stream(f"{args.seed}/outputs")
         for at_once in args.concurrency:
             modes = {mode: loaded.runs[mode] for mode in modes_at(loaded.runs, at_once)}
+            place = f"at {count(at_once, 'request')} at once in {loaded.dtype}"
             for round_id in range(args.rounds):
                 workload = take_workload(prompts, at_once * args.waves, output_lens)
                 context = (sum(map(len, workload.prompts)) + sum(workload.output_lens) / 2) / len(workload)
@@ -128,7 +129,10 @@ class ThroughputBench:
                     # before all turns, each of which begins with a warm-up
                     alone = product_and_kv_ms(loaded.engine, at_once, context)
                 runs: dict[str, Run] = {}
-                for mode, run in self._runs(loaded.dtype, turns, rotated(modes.items(), round_id), workload, at_once):
+                for mode, run_mode in rotated(modes.items(), round_id):
+                    run = turns.take(mode, place, partial(_run, run_mode, workload, at_once))
+                    if run is None:
+                        continue
                     if mode == TITAN and alone is not None and (ms := run.figures.get("ms/target pass")) is not None:
                         figures = {**run.figures, "ms/products and KV": alone, "pass x products and KV": ms / alone}
                         run = replace(run, figures=figures)
@@ -138,21 +142,6 @@ class ThroughputBench:
                 if TITAN in runs:
                     self.samples[-len(runs) :] = with_equal_outputs(self.samples[-len(runs) :], runs.values(), runs[TITAN])
             yield
-
-    def _runs(
-        self, dtype: str, turns: Turns, modes: Sequence[tuple[str, RunMode]], workload: Workload, at_once: int
-    ) -> Iterator[tuple[str, Run]]:
-        """Let modes take their turns, each after a warm-up; yields each that does not fail, and its run."""
-        warm_up = workload.warm_up(at_once)
-
-        def work(run_mode: RunMode) -> Run:
-            run_mode(warm_up, at_once)
-            return run_mode(workload, at_once)
-
-        for mode, run_mode in modes:
-            run = turns.take(mode, f"at {count(at_once, 'request')} at once in {dtype}", partial(work, run_mode))
-            if run is not None:
-                yield mode, run
 
     def _prompts(self) -> Iterator[list[int]]:
         args = self.args
@@ -180,6 +169,12 @@ class ThroughputBench:
             warnings=list(dict.fromkeys(self.problems)),
             versions=self.versions,
         )
+
+
+def _run(run_mode: RunMode, workload: Workload, at_once: int) -> Run:
+    """Run a mode after a warm-up."""
+    run_mode(workload.warm_up(at_once), at_once)
+    return run_mode(workload, at_once)
 
 
 def product_and_kv_ms(engine: Engine | None, at_once: int, context: float) -> float | None:
