@@ -103,8 +103,8 @@ def load_modes(
 
     Args:
         names: keys of `MODES`.
-        options: model, draft_model, dtype, device, max_draft_tokens, max_batch_size and max_model_len of `LLM`, for all modes; the
-            models are folders or hub ids. Others are Titan's alone.
+        options: model, draft_model, dtype, device, max_draft_tokens, max_batch_size, max_num_batched_tokens and max_model_len of
+            `LLM`, for all modes; the models are folders or hub ids. Others are Titan's alone.
         peers: environment folder by name in `PEERS`, where it is not the default.
         problems: gets a line for what cannot run; it is left out.
 

@@ -43,6 +43,7 @@ from titan.bench.step_times import model_of, product_and_kv_seconds
 from titan.bench.turns import Turns
 from titan.bench.workloads import Lengths, Workload, take_workload
 from titan.core.dtypes import RUN_DTYPES
+from titan.core.options import EngineConfig
 from titan.engine import Engine
 from titan.kernels.backend import choose_device
 from titan.models.decoder import Decoder
@@ -98,6 +99,7 @@ class ThroughputBench:
             "max_draft_tokens": args.max_draft_tokens,
             "max_batch_size": max(args.concurrency),
             "max_model_len": args.prompt_len.high + args.output_len.high,
+            "max_num_batched_tokens": EngineConfig().schedule.max_num_batched_tokens,  # the others have defaults of their own
             **model_options(args),
         }
         next(self._prompts())  # what is wrong with them shows before anything is loaded

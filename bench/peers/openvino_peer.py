@@ -34,6 +34,7 @@ class OpenvinoPeer:
         scheduler = genai.SchedulerConfig()
         scheduler.cache_size = 2  # GiB
         scheduler.max_num_seqs = options["max_batch_size"]
+        scheduler.max_num_batched_tokens = options["max_num_batched_tokens"]
         scheduler.enable_prefix_caching = False
         target = convert(options["model"])
         self.max_draft_tokens = options["max_draft_tokens"] if options["draft_model"] else 0

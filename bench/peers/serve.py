@@ -4,8 +4,9 @@
 
 An adapter is a module with ``load(options) -> peer``; the peer has ``versions``, a dict of text, and either ``run(requests,
 concurrency)`` or what `run_steps` needs. ``options`` are model, draft_model (or null), dtype, device, max_draft_tokens,
-max_batch_size, max_model_len, threads, and what the mode adds. ``requests`` are dicts of prompt (token ids) and output_len; they
-arrive together, at most ``concurrency`` run at once, greedily, and the end of sequence is ignored. ``run`` returns a dict:
+max_batch_size, max_num_batched_tokens, max_model_len, threads, and what the mode adds. ``requests`` are dicts of prompt (token ids)
+and output_len; they arrive together, at most ``concurrency`` run at once, greedily, and the end of sequence is ignored. ``run``
+returns a dict:
 
     seconds: wall time of the run
     requests: in order, dicts of token_ids, first_token_seconds (or null) and finished_seconds, both since the start of the run

@@ -32,6 +32,7 @@ class VllmPeer:
             dtype=options["dtype"],
             skip_tokenizer_init=True,
             max_num_seqs=options["max_batch_size"],
+            max_num_batched_tokens=options["max_num_batched_tokens"],
             max_model_len=options["max_model_len"] + (options["max_draft_tokens"] if draft else 0),
             enable_prefix_caching=False,
             speculative_config=speculation if draft else None,
