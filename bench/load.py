@@ -10,7 +10,7 @@ Each scenario serves the same requests with engines that differ in some options 
 rates: adaptive speculation against none at 30, 60, 90 and 120 % of capacity. long-prompts: at 80 %, with one prompt of half the
 model's length, at most 4,096 tokens, per 20 short ones. priority: at 150 % for a fixed time, a tenth of the requests critical.
 fair: two users, one of whom sends ten times as much. prefix: a system prompt of 512 tokens. int8: steps of 32 requests with 512
-tokens of context. int8-memory: how many requests run in the same memory. `titan bench parts --select swap` measures swaps.
+tokens of context. int8-memory: how many requests run at once in the memory of 64. `titan bench parts --select swap` measures swaps.
 
 Capacity is what the first engine finishes per second if all requests come at once; --rate names rates in place of its shares.
 Arrivals are a Poisson process, an open loop: the next request does not wait for an answer. All rates use the same draws, stretched.
@@ -70,6 +70,7 @@ class LoadBench:
         self._backend = choose_backend(choose_device("auto"))
         self._target, self._tokenizer = load_target(args, self._backend)
         args.max_len = self._target.config.max_position_embeddings
+        args.bytes_per_token = self._target.kv_layout.bytes_per_token
         self.scenarios = {name: each for name, each in make_scenarios(args).items() if name in args.scenario}
 
     def run(self) -> Iterator[None]:
@@ -155,7 +156,8 @@ class LoadBench:
             ]
             if places:
                 answers.append(f"{name}: {scenario.ratios[0]} of {last!r} over {first!r}: {', '.join(places)}")
-            columns = dict.fromkeys((figure for row in found for figure in row.figures if " P90" not in figure), "±.4g")
+            figures = [figure for row in found for figure in row.figures if " P90" not in figure]
+            columns = {figure: "±.1f" if ", ms" in figure and OVER_FIRST not in figure else "±.4g" for figure in figures}
             tables.append(figure_table(name, found, [*([RATE] if scenario.shares else []), "setting"], columns))
             rows, samples = [*rows, *found], [*samples, *mine]
         notes = [
@@ -209,7 +211,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--output-len", type=Lengths.parse, default="16-64", help="tokens, or a mix (default: %(default)s)")
     add("--max-batch-size", type=positive, default=32, help="most requests that run at once (default: %(default)s)")
     add("--inter-token-ms", nargs="+", type=above_zero, default=[50.0, 100.0], help="max_inter_token_s (default: 50 100)")
-    add("--kv-memory", type=positive, default=256, help="MiB, of int8-memory (default: %(default)s)")
     add("--slo-ttft", type=above_zero, default=0.5, help="target: most seconds to the first token (default: %(default)s)")
     add("--slo-tbt", type=above_zero, default=0.05, help="target: most seconds between tokens (default: %(default)s)")
     add("--rounds", type=positive, default=2, help="default: %(default)s")

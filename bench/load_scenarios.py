@@ -36,7 +36,8 @@ SHARED_LEN = 512
 CRITICAL_SHARE = 0.1
 HEAVY_SHARE = 10
 """Requests of one user for one of the other."""
-MOST_RUNNING = 256
+NUM_FITTING, MOST_RUNNING = 64, 256
+"""Requests of 128 tokens that run at once where memory is the limit: in the model's dtype, and at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +119,7 @@ def make_scenarios(args: argparse.Namespace) -> dict[str, Scenario]:
             ratios=["running"],
             options={
                 "num_kv_blocks": None,
-                "kv_cache_memory": args.kv_memory * 2**20,
+                "kv_cache_memory": NUM_FITTING * 128 * args.bytes_per_token,
                 "reservation": "max_tokens",
                 "max_batch_size": MOST_RUNNING,
             },
