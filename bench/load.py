@@ -166,8 +166,8 @@ class LoadBench:
             f"{args.max_batch_size} at once; {count(args.rounds, 'interleaved round')}.",
             f"{OVER_FIRST.strip()}: ratio to the setting named first, median of the rounds and half their range. requests/s: "
             "finished, from the first arrival to the last token. within target: share of requests whose first token comes after "
-            f"at most {args.slo_ttft:g} s, and then a token per {args.slo_tbt:g} s on average. P99 of few requests is close to the "
-            "slowest one; P90 is in the JSON file.",
+            f"at most {args.slo_ttft:g} s, and then a token per {args.slo_tpot:g} s on average. P99 of few requests is close to "
+            "the slowest one; P90 is in the JSON file.",
         ]
         results: dict[str, Sequence[Row | Sample]] = {"rows": rows, "samples": samples}
         answer = f"{'; '.join(answers)}." if answers else "No setting could be compared with the first."
@@ -212,7 +212,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--max-batch-size", type=positive, default=32, help="most requests that run at once (default: %(default)s)")
     add("--inter-token-ms", nargs="+", type=above_zero, default=[50.0, 100.0], help="max_inter_token_s (default: 50 100)")
     add("--slo-ttft", type=above_zero, default=0.5, help="target: most seconds to the first token (default: %(default)s)")
-    add("--slo-tbt", type=above_zero, default=0.05, help="target: most seconds between tokens (default: %(default)s)")
+    add("--slo-tpot", type=above_zero, default=0.05, help="target: most seconds per token after it (default: %(default)s)")
     add("--rounds", type=positive, default=2, help="default: %(default)s")
     args = parse(parser, argv, QUICK)
     if args.draft_model is None and "rates" in args.scenario:

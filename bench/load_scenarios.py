@@ -65,7 +65,7 @@ class Scenario:
 
 def make_scenarios(args: argparse.Namespace) -> dict[str, Scenario]:
     """All scenarios, by name; ``args`` are the command line."""
-    stream = partial(_measure_stream, to_first_token=args.slo_ttft, between_tokens=args.slo_tbt)
+    stream = partial(_measure_stream, to_first_token=args.slo_ttft, between_tokens=args.slo_tpot)
     targets = {f"target {each:g} ms": {"max_inter_token_s": each / 1e3} for each in args.inter_token_ms}
     # the long prompt goes into one step, beside the other requests
     most_tokens = max(EngineConfig().schedule.max_num_batched_tokens, _long_len(args) + args.max_batch_size)

@@ -113,7 +113,7 @@ def test_all_rates_have_the_same_requests_stretched_and_both_engines_take_turns(
 
 
 def test_rates_are_shares_of_what_the_first_setting_bears(zoo: Zoo, tmp_path: Path) -> None:
-    result = run_rates(zoo, tmp_path, "--slo-ttft", "1e9", "--slo-tbt", "1e9")
+    result = run_rates(zoo, tmp_path, "--slo-ttft", "1e9", "--slo-tpot", "1e9")
     rates = sorted({row["labels"][RATE] for row in result["rows"]})
     assert np.array(rates) / rates[0] == pytest.approx([1, 2, 3, 4], rel=0.02)
     assert all(row["figures"]["within target"]["median"] == 1 for row in result["rows"])
