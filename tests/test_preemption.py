@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -154,18 +153,6 @@ def test_without_memory_for_the_swap_space_another_draft_goes_without(
     assert [each.output_token_ids for each in requests] == [zoo.greedy("llama", each, 20, ignore_eos=True) for each in prompts]
     engine.swap_draft(zoo.path("llama~"))
     assert engine.metrics().swap_space.num_blocks == 40, "a later one may find memory again"
-
-
-def test_without_memory_for_the_copy_a_preempted_request_is_computed_again(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine(
-        zoo.path("llama"), zoo.path("llama~"), preemption_mode="swap", swap_space=2**20, enable_prefix_caching=False, **SCARCE
-    )
-    monkeypatch.setattr(engine.backend.cache, "copy_out", Mock(side_effect=MemoryError))
-    prompts = random_prompts(8, seed=1, max_len=45)
-    requests = submit(engine, prompts, [greedy(20, ignore_eos=True)] * 8)
-    drain(engine)
-    assert engine.counters.num_preemptions > 0 and not engine.counters.num_swapped_out
-    assert [each.output_token_ids for each in requests] == [zoo.greedy("llama", each, 20, ignore_eos=True) for each in prompts]
 
 
 def test_a_preempted_request_was_not_found_in_the_cache_by_finding_its_own_blocks_again(zoo: Zoo) -> None:
