@@ -113,18 +113,6 @@ def test_a_completion_that_ends_at_once_leaves_the_prompt_to_the_others(zoo: Zoo
     assert (engine.counters.num_steps, engine.counters.num_rows) == (2, 40 + 5)
 
 
-def test_others_start_while_completions_wait_for_their_prompt(zoo: Zoo) -> None:
-    engine = make_engine(zoo.path("llama"), num_kv_blocks=80, block_size=8, prefill_chunk_size=4)
-    family = add(engine, greedy(5, n=3, ignore_eos=True))
-    engine.step()
-    beside = add(engine, greedy(5, ignore_eos=True), PROMPT[:4])
-    engine.step()
-    assert [each.num_output_tokens for each in (*family, *beside)] == [0, 0, 0, 1]
-    assert [len(each.block_ids) for each in family] == [1, 0, 0] and len(engine.scheduler.running) == 4
-    drain(engine)
-    assert outputs_of(family) == [zoo.greedy("llama", PROMPT, 5, ignore_eos=True)] * 3
-
-
 @pytest.mark.parametrize("reservation", ["on_demand", "max_tokens"])
 @pytest.mark.parametrize("caching", [True, False])
 def test_completions_finish_where_only_one_fits(zoo: Zoo, caching: bool, reservation: str) -> None:
@@ -193,12 +181,6 @@ def test_the_first_completion_and_the_next_request_are_as_without_siblings(zoo: 
     [second] = several.generate(PROMPT, params, use_tqdm=False)
     assert [first.outputs[0].token_ids, second.outputs[0].token_ids] == expected
     assert len({tuple(completion.token_ids) for completion in first.outputs}) == 3
-
-
-def test_a_stream_of_more_completions_than_may_wait_is_that_of_generate(llm: LLM) -> None:
-    *_, last = llm.stream("the dog", greedy(4, n=9))
-    [output] = llm.generate("the dog", greedy(4, n=9), use_tqdm=False)
-    assert [each.token_ids for each in last.outputs] == [each.token_ids for each in output.outputs] and len(last.outputs) == 9
 
 
 def test_an_error_in_one_completion_is_named_and_costs_no_other(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,6 @@ from back_ends import ON_HOST, make_back_end
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from scipy import stats
 from slow_logits import slow_probs
 from torch import Tensor
 
@@ -49,30 +48,6 @@ def test_streams_of_seeds_positions_purposes_and_siblings_differ() -> None:
     seeds, positions, purposes, siblings = zip(*product((0, 1, 2**32, 2**63), range(9), Purpose, range(63)), strict=True)
     numbers = philox_uniform(np.array(seeds, np.uint64), np.array(positions), np.array(purposes), sibling=np.array(siblings))
     assert len(set(numbers.tolist())) == len(numbers)
-
-
-def p_value(observed: NDArray[np.int64], probs: NDArray[np.float64]) -> float:
-    possible = probs > 0
-    if observed[~possible].sum() > 0:
-        return 0.0
-    return float(stats.chisquare(observed[possible], probs[possible] / probs.sum() * observed.sum()).pvalue)
-
-
-@pytest.mark.parametrize("by", ["position", "seed"])
-@pytest.mark.parametrize("back_end", ON_HOST)
-def test_tokens_are_sampled_from_the_exact_distribution(back_end: str, by: str) -> None:
-    backend, num_rows = make_back_end(back_end), 5000
-    options: dict[str, Any] = {"top_k": 9, "top_p": 0.9, "min_p": 0.1}
-    params = SamplingParams(temperature=1.4, **options)
-    logits = torch.randn(12, generator=torch.Generator().manual_seed(1)) * 1.5
-    rows = SamplingRows.of([(params, 11, i) if by == "position" else (params, i, 11) for i in range(num_rows)])
-    trees = DraftTrees.empty(num_rows, backend.device)
-    verified = backend.trees.verify(logits.expand(num_rows, -1), trees, np.arange(num_rows), rows)
-    assert (verified.paths == -1).all()
-    observed = np.bincount(verified.final_tokens, minlength=12)
-    assert p_value(observed, slow_probs(logits.double(), params).numpy()) > 1e-3
-    wrong = slow_probs(logits.double(), SamplingParams(temperature=1.0, **options)).numpy()
-    assert p_value(observed, wrong) < 1e-5, "another temperature must be noticed"
 
 
 @settings(max_examples=60)

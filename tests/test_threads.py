@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import faulthandler
 import os
 import signal
@@ -161,36 +160,6 @@ def test_a_request_that_another_thread_aborts_ends_with_what_it_has(llm: LLM) ->
     assert 0 < len(outputs[0].outputs[0].token_ids) < 60 and "was called" in (outputs[0].error or "")
 
 
-def test_requests_that_wait_are_aborted_by_the_ids_that_they_were_given(zoo: Zoo) -> None:
-    """One request runs, one waits, and two have not even room for that."""
-    llm = LLM(zoo.path("llama+text"), dtype="float32", device="cpu", num_kv_blocks=64, max_batch_size=1, max_waiting_requests=1)
-    outputs, num_aborted = list[RequestOutput](), list[int]()
-
-    def call_beside_it() -> None:
-        ids, params = ["a", None, "b"], greedy(6, ignore_eos=True)
-        calls: list[Callable[[], None]] = [
-            lambda: outputs.extend(llm.generate(PROMPTS[1:], params, use_tqdm=False, request_id=ids)),
-            lambda: num_aborted.append(llm.abort(["b", "no such", "a"])),
-        ]
-        for call in calls:
-            threads.append(threading.Thread(target=call, daemon=True))
-            threads[-1].start()
-            await_callers(llm, 1 + len(threads))
-
-    threads: list[threading.Thread] = []
-    in_next_step(llm, call_beside_it)
-    running = generate(llm, PROMPTS[0], greedy(20, ignore_eos=True))
-    for thread in threads:
-        thread.join(WATCHDOG_S)
-    assert num_aborted == [2] and len(running[0][0]) == 20
-    assert [(each.outputs[0].finish_reason, len(each.outputs[0].token_ids)) for each in outputs] == [
-        ("abort", 0),
-        ("length", 6),
-        ("abort", 0),
-    ]
-    assert (outputs[0].request_id, outputs[1].request_id.isdecimal(), outputs[2].request_id) == ("a", True, "b")
-
-
 def test_threads_join_one_batch(llm: LLM) -> None:
     """The first step is that of the thread that came first; all others join in the second: 16 steps, for 15 tokens each."""
     llm.swap_draft(None)
@@ -200,13 +169,6 @@ def test_threads_join_one_batch(llm: LLM) -> None:
     in_threads(*(lambda prompt=prompt: generate(llm, prompt, params) for prompt in PROMPTS * 2))
     after = llm.metrics()
     assert (after.num_steps - before.num_steps, after.num_emitted_tokens - before.num_emitted_tokens) == (16, 8 * 15)
-
-
-def test_calls_from_coroutines(llm: LLM) -> None:
-    async def all_at_once() -> list[Any]:
-        return await asyncio.gather(*(asyncio.to_thread(generate, llm, prompt, PARAMS[1]) for prompt in PROMPTS))
-
-    assert asyncio.run(all_at_once()) == [generate(llm, prompt, PARAMS[1]) for prompt in PROMPTS]
 
 
 CALLS: dict[str, Callable[[LLM], Any]] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
-from operator import is_
 from pathlib import Path
 from typing import Any
 
@@ -108,21 +107,6 @@ def test_prompts_have_the_models_own_logprobs(zoo: Zoo, back_end: str, is_cachin
         completion = CompletionOutput(0, "", prompt[1:], sum(e[t].logprob for e, t in zip(scored, prompt[1:], strict=True)), scored)
         check(zoo, prompt[:1], completion, count, model="llama")
     assert (frontend.engine.counters.num_preemptions > 0) == (max_tokens > 2)
-
-
-def test_tokens_carry_their_text_in_generate_and_stream(zoo: Zoo) -> None:
-    llm = LLM(zoo.path("llama+text"), zoo.path("llama~"), dtype="float32", device="cpu", speculation="fixed", num_kv_blocks=64)
-    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=3)
-    [whole] = llm.generate("the dog", params, use_tqdm=False)
-    pieces = [piece.outputs[0] for piece in llm.stream("the dog", params)]
-    assert pieces[-1].logprobs == whole.outputs[0].logprobs
-    assert len(pieces) > 1
-    for piece in pieces:
-        assert piece.logprobs is not None and len(piece.logprobs) == len(piece.token_ids)
-        assert all(map(is_, piece.logprobs, pieces[-1].logprobs or ())), "no output copies the entries of those before it"
-        for entry in piece.logprobs:
-            for token_id, logprob in entry.items():
-                assert logprob.decoded_token == llm.frontend.tokenizer.decode([token_id])
 
 
 def test_the_text_of_a_token_is_not_cleaned_up(tmp_path: Path) -> None:
