@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from math import inf, nan
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,7 @@ from zoo import Zoo, random_prompts
 from titan import LLM, CompletionOutput, SamplingParams
 from titan.core.kv_tensor import KVGroup, KVLayout
 from titan.core.options import EngineConfig
-from titan.core.step import StepPlan
 from titan.core.terms import RequestTerms, as_terms
-from titan.core.trees import DraftTree
 from titan.draft.base import NoDrafter
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.ngram import NgramDrafter
@@ -227,31 +226,16 @@ def test_messages_are_short_and_one_line(llm: LLM, value: Any) -> None:
     )
 
 
-class Homeless(NoDrafter):
-    kv: Any = KVLayout((KVGroup(1, 1, 4),), torch.float32)
+def changed(**members: Any) -> NoDrafter:
+    drafter = NoDrafter()
+    vars(drafter).update(members)
+    return drafter
 
 
-register("homeless", lambda _: Homeless())
+HALF = SimpleNamespace(name="half", propose=print)
+OWN_CACHE = KVLayout((KVGroup(1, 1, 4),), torch.float32)
+register("homeless", lambda _: changed(kv=OWN_CACHE))
 register("nothing", lambda _: None)  # type: ignore[arg-type,return-value]
-
-
-class Half:
-    name = "half"
-
-    def propose(self, plan: StepPlan) -> list[DraftTree]:
-        return []
-
-
-class Mistaken(NoDrafter):
-    """It inherits ``max_draft_tokens = 0``, with which it would never draft."""
-
-    name = "mistaken"
-
-
-class Unfinished(NoDrafter):
-    name, max_draft_tokens = "unfinished", 1
-    model = runner = None
-    max_len = 9
 
 
 @pytest.mark.parametrize(
@@ -271,14 +255,14 @@ class Unfinished(NoDrafter):
         ({"tokenizer": "/no/such/folder"}, ["tokenizer='/no/such/folder'", "does not exist"]),
         ({"draft_model": "/no/such/folder"}, ["draft_model='/no/such/folder'", "'ngram'", "and None for no draft", "not exist"]),
         ({"draft_model": 5}, ["draft_model=5", "None, a name, a folder, a hub id, or a Drafter"]),
-        ({"draft_model": Half()}, ["draft_model=", "or a Drafter, of which it lacks commit, kv, max_draft_tokens"]),
-        ({"draft_model": Homeless()}, ["draft_model=", "Homeless", "or a CachingDrafter, of which it lacks attach, lookahead"]),
+        ({"draft_model": HALF}, ["draft_model=", "or a Drafter, of which it lacks commit, kv, max_draft_tokens"]),
+        ({"draft_model": changed(kv=OWN_CACHE)}, ["draft_model=", "or a CachingDrafter, of which it lacks attach, lookahead"]),
         ({"draft_model": NoDrafter}, ["draft_model=", "NoDrafter", "is not a drafter: allowed is an instance, not the class"]),
         ({"draft_model": "homeless"}, ["draft_model='homeless', whose factory returned", "CachingDrafter"]),
         ({"draft_model": "nothing"}, ["draft_model='nothing', whose factory returned None, is not a drafter"]),
-        ({"draft_model": Mistaken()}, ["'mistaken'.max_draft_tokens=0", "an integer >= 1"]),
+        ({"draft_model": changed(name="mistaken")}, ["'mistaken'.max_draft_tokens=0", "an integer >= 1"]),
         (
-            {"draft_model": Unfinished()},
+            {"draft_model": changed(name="unfinished", max_draft_tokens=1, model=None, runner=None, max_len=9)},
             ["'unfinished' has a model and a runner: allowed is a ModelDrafter, of which it lacks num_reviewable, review, shared_"],
         ),
         ({"draft_model": "ngram", "draft_sampling": "sampled"}, ["draft_sampling='sampled'", "'ngram'", "'auto' and 'greedy'"]),

@@ -8,8 +8,10 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 from unittest.mock import Mock
 
@@ -19,18 +21,17 @@ import pytest
 import torch
 from auditor import Auditor
 from back_ends import make_back_end
-from custom_drafters import Remembering
 from stepping import AMPLE, SCARCE, check_blocks, drain, greedy, make_engine, run_all, submit
-from zoo import Zoo, random_prompts
+from zoo import VOCAB_SIZE, Zoo, random_prompts
 
 from titan import LLM
 from titan.core.batch import RaggedBatch
 from titan.core.kv_tensor import KVGroup, KVLayout, KVTensor
 from titan.core.request import Request
-from titan.core.step import Acceptance, StepPlan
+from titan.core.step import StepPlan
 from titan.core.trees import DraftTree
 from titan.diagnosis import faults
-from titan.draft.base import NoDrafter
+from titan.draft.replay import ReplayDrafter
 from titan.step_loop import StepLoop
 
 PROMPTS = random_prompts(9, seed=3, max_len=45)
@@ -130,15 +131,6 @@ def test_a_drafter_that_does_not_take_its_cache_back_is_let_go(zoo: Zoo, monkeyp
     assert engine.metrics().draft == "none"
     drain(engine)
     assert [request.output_token_ids for request in requests] == lonely(zoo)
-
-
-def test_a_drafter_of_ones_own_gets_its_cache_anew(zoo: Zoo) -> None:
-    written = [zoo.greedy("llama", prompt, 36, ignore_eos=True) for prompt in PROMPTS]
-    drafter = Remembering({tuple(prompt): tokens for prompt, tokens in zip(PROMPTS, written, strict=True)})
-    engine = make_engine(zoo.path("llama"), drafter, draft_tree="auto", **AMPLE)
-    resize = lambda step: engine.resize_kv_cache(300 + 100 * (step % 2))  # noqa: E731
-    outputs = run_all(engine, PROMPTS, [greedy(30, ignore_eos=True)] * len(PROMPTS), before_step=resize)
-    assert outputs == [tokens[:30] for tokens in written] and drafter.num_checked > len(PROMPTS) * 30
 
 
 def test_cached_prefixes_outlive_a_resize_as_far_as_there_is_room(zoo: Zoo) -> None:
@@ -322,62 +314,48 @@ def test_a_request_that_alone_takes_too_much_ends_by_name_and_the_others_do_not(
     assert ended.finish_reason == "error" and [request.output_token_ids for request in requests] == outputs
 
 
-class Faulty(NoDrafter):
-    """Right drafts, until something goes wrong in every third step."""
-
-    name = "faulty"
-    max_draft_tokens = 3
-
-    def __init__(self, fault: str, continuations: dict[tuple[int, ...], list[int]]) -> None:
-        self.fault, self.continuations = fault, continuations
-        self.num_steps = 0
-
-    def propose(self, plan: StepPlan) -> Sequence[DraftTree]:
-        self.num_steps += 1
-        if self.num_steps % 3 == 0 and self.fault == "raises":
-            raise OSError("disk is full")
-        if self.num_steps % 3 == 0 and self.fault == "proposes lists":
-            return [[5]] * len(plan.requests)  # type: ignore[list-item]
-        return [self._chain(*each) for each in zip(plan.requests, plan.draft_budgets, strict=True)]
-
-    def _chain(self, request: Any, budget: int) -> DraftTree:
-        if self.num_steps % 3 == 0 and self.fault == "proposes nonsense" and budget:
-            return DraftTree.chain([5000])
-        if self.num_steps % 3 == 0 and self.fault == "builds nonsense" and budget:
-            return DraftTree.chain([1.5])  # type: ignore[list-item]
-        done = request.num_output_tokens
-        return DraftTree.chain(self.continuations[tuple(request.prompt_token_ids)][done : done + budget])
-
-    def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
-        if self.num_steps % 3 == 0 and self.fault == "does not commit":
-            raise KeyError(5)
+def fill_the_disk(plan: StepPlan) -> list[DraftTree]:
+    raise OSError("disk is full")
 
 
-def place_of(code: str) -> str:
-    """The file and the line of the first line of this file that has some code, as a pattern."""
-    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
-    return f"{re.escape(__file__)}:{next(number for number, line in enumerate(lines, 1) if code in line)}"
+def build_nonsense(plan: StepPlan) -> list[DraftTree]:
+    return [DraftTree.chain([1.5]) for _ in plan.requests]  # type: ignore[list-item]
+
+
+def place_in(function: FunctionType) -> str:
+    """The file and the first line of a function's body, as a pattern."""
+    return f"{re.escape(__file__)}:{function.__code__.co_firstlineno + 1}"
 
 
 @pytest.mark.parametrize(
-    ("fault", "message"),
+    ("method", "fault", "message"),
     [
-        ("raises", rf"OSError: disk is full \({place_of('disk is full')}, from "),
-        ("builds nonsense", rf"ValueError: token_ids has \[1.5\]: .*trees.py:.*, from {place_of('DraftTree.chain([1.5])')}, from"),
-        ("proposes lists", r"ValueError: the drafter 'faulty' proposed .*propose\(\) must return a list of one DraftTree per row"),
-        ("proposes nonsense", r"ValueError: the drafter 'faulty' proposed .*5000"),
-        ("does not commit", "KeyError: 5"),
+        ("propose", fill_the_disk, rf"OSError: disk is full \({place_in(fill_the_disk)}, from "),
+        ("propose", build_nonsense, rf"ValueError: token_ids has \[1.5\]: .*trees.py:.*, from {place_in(build_nonsense)}, from"),
+        (
+            "propose",
+            lambda plan: [[5]] * len(plan.requests),
+            r"ValueError: .* proposed .*must return a list of one DraftTree per row",
+        ),
+        ("propose", lambda plan: [DraftTree.chain([5000][:each]) for each in plan.draft_budgets], "ValueError: .* proposed .*5000"),
+        ("commit", lambda *_: {}[5], "KeyError: 5"),
     ],
 )
-def test_a_drafters_fault_is_told_by_name_and_costs_no_request(zoo: Zoo, fault: str, message: str) -> None:
-    outputs = lonely(zoo)
-    drafter = Faulty(fault, {tuple(prompt): tokens for prompt, tokens in zip(PROMPTS, outputs, strict=True)})
+def test_a_drafters_fault_is_told_by_name_and_costs_no_request(
+    zoo: Zoo, method: str, fault: Callable[..., Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts are right until something goes wrong in every third step."""
+    outputs, calls = lonely(zoo), count(1)
+    recordings = {tuple(prompt): tokens for prompt, tokens in zip(PROMPTS, outputs, strict=True)}
+    drafter = ReplayDrafter(recordings, acceptance=1.0, vocab_size=VOCAB_SIZE, max_draft_tokens=3)
+    right = getattr(drafter, method)
+    monkeypatch.setattr(drafter, method, lambda *args: (right if next(calls) % 3 else fault)(*args))
     engine = make_engine(zoo.path("llama"), drafter, draft_tree="auto", **AMPLE)
-    with pytest.warns(RuntimeWarning, match=f"the drafter 'faulty' failed, which costs drafts and no request: {message}"):
+    with pytest.warns(RuntimeWarning, match=f"the drafter 'replay' failed, which costs drafts and no request: {message}"):
         assert run_all(engine, PROMPTS, PARAMS) == outputs
     metrics = engine.metrics()
     assert metrics.mean_acceptance_length > 2 and metrics.num_draft_failures > 0
-    assert faults(metrics) == [f"the draft 'faulty' failed {metrics.num_draft_failures} times, which cost drafts: see the warnings"]
+    assert faults(metrics) == [f"the draft 'replay' failed {metrics.num_draft_failures} times, which cost drafts: see the warnings"]
     engine.swap_draft("ngram")
     assert engine.metrics().num_draft_failures == 0
 
