@@ -409,16 +409,6 @@ def test_drafts_and_errors_after_the_end_do_not_count() -> None:
     assert (request.metrics.proposed_per_depth, request.metrics.accepted_per_depth) == ([1, 1], [1])
 
 
-def test_prompts_are_computed_in_chunks_of_what_the_running_requests_leave() -> None:
-    world = World(max_batch_size=4, num_kv_blocks=40, max_num_batched_tokens=12, prefill_chunk_size=7)
-    world.add([1] * 3, 20, ignore_eos=True)
-    world.step(0, Random(0))
-    for token in (2, 3):
-        world.add([token] * 20, 1, ignore_eos=True)
-    plans = [world.step(0, Random(0)).num_tokens for _ in range(5)]
-    assert plans == [[1, 7, 4], [1, 6, 5], [1, 7, 4], [1, 7], [1]]
-
-
 @pytest.mark.parametrize(
     ("options", "prompts", "plans"),
     [
@@ -433,6 +423,11 @@ def test_prompts_are_computed_in_chunks_of_what_the_running_requests_leave() -> 
         ({"max_prefill_tokens": 8, "max_batch_size": 5}, [20, 2, 2, 2], [[1, 8], [1, 4, 2, 2], [1, 1, 1, 8], [1, 1, 1, 1, 2]]),
         ({"max_prefill_tokens": 8, "num_kv_blocks": 5}, [20, 9], [[1, 8], [1, 8], [1, 4], [1, 1]]),
         ({"prefill_chunk_size": None}, [200, 9], [[1, 200, 9], [1, 1, 1]]),
+        (
+            {"max_num_batched_tokens": 12, "prefill_chunk_size": 7},
+            [20, 20],
+            [[1, 7, 4], [1, 6, 5], [1, 7, 4], [1, 1, 7], [1, 1, 1]],
+        ),
         ({"max_prefill_tokens": 8, "max_batch_size": 2}, [20, 9], [[1, 8], [1, 8], [1, 4], [1, 1], [1, 1]]),
         (
             {"prefill_limit": lambda decodes, context, most: min(most, 3 * decodes)},
@@ -497,20 +492,12 @@ def test_a_time_limit_of_prompts_is_not_halved_by_drafts() -> None:
     assert world.step(4, Random(0)).num_tokens == [1, 1, 1, 6]
 
 
-def test_drafts_leave_every_running_request_a_token() -> None:
-    world = World(max_batch_size=3, num_kv_blocks=40, max_num_batched_tokens=6)
-    for token in (1, 2, 3):
-        world.add([token] * 2, 30, ignore_eos=True)
-    world.step(0, Random(0))
-    plan = world.step(4, Random(0))
-    assert (plan.num_tokens, plan.draft_budgets) == ([1, 1, 1], [3, 0, 0])
-
-
 @pytest.mark.parametrize(
     ("options", "prompts", "rows"),
     [
         ({}, [20], [([1, 1, 3], [3, 0, 0]), ([1, 1, 3], [3, 0, 0])]),
         ({}, [1], [([1, 1, 1], [4, 1, 0])]),
+        ({"max_num_batched_tokens": 6, "max_batch_size": 3}, [1], [([1, 1, 1], [3, 0, 0])]),
         ({}, [1, 1], [([1, 1, 1, 1], [4, 0, 0, 0])]),
         ({}, [4, 4], [([1, 1, 3], [3, 0, 0]), ([1, 1, 1, 3], [2, 0, 0, 0])]),
         ({"max_batch_size": 2}, [20], [([1, 1], [4, 2])]),
