@@ -17,11 +17,12 @@ from titan.core.outputs import RequestMetrics
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
 from titan.core.terms import RequestTerms
-from titan.core.trees import DraftTree, DraftTrees, TreeLimits, Upload
+from titan.core.trees import DraftTree, DraftTrees, TreeLimits
 from titan.draft.registry import DraftSpec
 from titan.engine import Engine
 from titan.input_processor import InputProcessor
 from titan.kernels.interfaces import Backend
+from titan.kernels.torch.backend import TorchBackend
 from titan.models.files import ModelFiles
 from titan.models.loader import choose_tokenizer, open_model
 
@@ -110,11 +111,18 @@ def drain(engine: Engine, before_step: Callable[[int], None] = lambda step: None
         assert pool.num_free == pool.num_blocks
 
 
+HOST = TorchBackend(torch.device("cpu"))
+
+
 def host_trees(trees: Sequence[DraftTree]) -> DraftTrees:
-    """Trees of greedy proposals, as the rows of a plan."""
-    limits = TreeLimits([MAX_NODES] * len(trees), [False] * len(trees), [MAX_NODES] * len(trees))
-    upload: Upload = lambda arrays: list(map(torch.from_numpy, arrays))  # noqa: E731
-    return DraftTrees.of(trees, limits, drafter="test", vocab_size=VOCAB_SIZE, upload=upload, device=torch.device("cpu"))
+    return trees_on(HOST, trees)
+
+
+def trees_on(backend: Backend, trees: Sequence[DraftTree], vocab_size: int = VOCAB_SIZE) -> DraftTrees:
+    """Trees as the rows of a plan, on a device."""
+    most = [MAX_NODES] * len(trees)
+    limits, options = TreeLimits(most, [True] * len(trees), most), {"upload": backend.upload, "device": backend.device}
+    return DraftTrees.of(trees, limits, drafter="test", vocab_size=vocab_size, **options)
 
 
 def by_slot(kv: KVTensor) -> Tensor:

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 from interpreted import DEVICE
+from stepping import trees_on
 from torch import Tensor
 
 from titan.core.attention import AttentionSpec, Chunk, LayerSpec, Window
 from titan.core.batch import QueryRow, RaggedBatch, build_batch
 from titan.core.kv_tensor import KVGroup, KVLayout, KVTensor, kv_planes
 from titan.core.limits import MAX_NODES
-from titan.core.trees import DraftTree, DraftTrees, TreeLimits
+from titan.core.trees import DraftTree
 from titan.kernels.interfaces import Backend, LayerOps
 from titan.kernels.torch.runner import place_nodes
 from titan.kernels.triton.layers import TritonOps
@@ -128,9 +129,7 @@ class Case:
 
     def batch(self, backend: Backend) -> RaggedBatch:
         rows = [QueryRow(each.block_ids, each.context, [0] * each.num_tokens) for each in self.requests]
-        limits = TreeLimits([MAX_NODES] * len(rows), [False] * len(rows), [MAX_NODES] * len(rows))
-        proposal = [each.tree for each in self.requests]
-        trees = DraftTrees.of(proposal, limits, drafter="test", vocab_size=1, upload=backend.upload, device=backend.device)
+        trees = trees_on(backend, [each.tree for each in self.requests])
         return build_batch(rows, trees, block_size=self.block_size)
 
     def expected(

@@ -13,6 +13,7 @@ from acceptance_reference import Option, reference_match, reference_probs, sampl
 from exact_rules import reference_outcome
 from interpreted import ON_CUDA
 from numpy.typing import NDArray
+from stepping import trees_on
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -20,7 +21,7 @@ from titan.core.arrays import Ints
 from titan.core.batch import prefix_sums
 from titan.core.limits import MAX_NODES
 from titan.core.sampling_rows import SamplingRows
-from titan.core.trees import EMPTY_TREE, DraftTree, DraftTrees, NodeColumns, TreeLimits, chain_parents, topology
+from titan.core.trees import EMPTY_TREE, DraftTree, DraftTrees, NodeColumns, chain_parents, topology
 from titan.kernels.cpu.backend import CpuBackend
 from titan.kernels.interfaces import Backend, Candidates
 from titan.kernels.triton.backend import TritonBackend
@@ -183,9 +184,7 @@ class Case:
     def on_device(self, backend: Backend) -> DraftTrees:
         qs = [None if each.draft_probs is None else each.draft_probs.to(backend.device) for each in self.trees]
         there = [replace(each, draft_probs=q) for each, q in zip(self.trees, qs, strict=True)]
-        most, vocab_size = [MAX_NODES] * len(there), self.logits[0].shape[1]
-        limits = TreeLimits(most, [True] * len(there), most)
-        trees = DraftTrees.of(there, limits, drafter="test", vocab_size=vocab_size, upload=backend.upload, device=backend.device)
+        trees = trees_on(backend, there, self.logits[0].shape[1])
         return trees if self.num_empty is None else with_empty_places(trees, self.num_empty)
 
     def expected(self) -> list[Outcome]:

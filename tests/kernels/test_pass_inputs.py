@@ -7,11 +7,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from stepping import host_trees
 
 from titan.core.batch import QueryRow, RaggedBatch, build_batch
 from titan.core.growth import Feed
 from titan.core.step import StepPlan
-from titan.core.trees import DraftTree, DraftTrees, TreeLimits
+from titan.core.trees import DraftTree
 from titan.kernels.growth import root_batch
 from titan.kernels.triton.attention_plan import DeviceLayout
 from titan.kernels.triton.cuda_graphs import PassSize
@@ -26,15 +27,11 @@ def random_batch(rng: np.random.Generator) -> RaggedBatch:
     """Up to four requests, of which some have a tree; block tables are of all lengths."""
     n = int(rng.integers(1, 5))
     trees = [DraftTree(rng.integers(9, size=k), np.array([-1, -1, 1][:k], np.int32)) for k in rng.integers(4, size=n).tolist()]
-    most = [len(each.token_ids) for each in trees]
-    limits = TreeLimits(most, [False] * n, most)
-    upload = lambda arrays: [torch.from_numpy(each) for each in arrays]  # noqa: E731
-    joined = DraftTrees.of(trees, limits, drafter="random", vocab_size=9, upload=upload, device=CPU)
     rows = []
     for _ in range(n):
         start, tokens = int(rng.integers(12)), rng.integers(9, size=rng.integers(1, 3)).tolist()
         rows.append(QueryRow(rng.integers(50, size=-(-(start + 6) // BLOCK_SIZE)).tolist(), start, tokens, True))
-    return build_batch(rows, joined, block_size=BLOCK_SIZE)
+    return build_batch(rows, host_trees(trees), block_size=BLOCK_SIZE)
 
 
 def test_models_that_share_block_tables_upload_them_once_and_find_their_own() -> None:

@@ -9,11 +9,12 @@ import pytest
 import torch
 from back_ends import BACK_ENDS, make_back_end
 from exact_rules import Probs, inverse_cdf, reference_rejection
+from stepping import trees_on
 
 from titan.core.random import Purpose, philox_uniform
 from titan.core.sampling_params import SamplingParams
 from titan.core.sampling_rows import SamplingRows
-from titan.core.trees import DraftTree, DraftTrees, NodeColumns, TreeLimits
+from titan.core.trees import DraftTree, DraftTrees, NodeColumns
 
 VOCAB_SIZE = 5
 POSITION = 7
@@ -66,9 +67,7 @@ def test_where_rounding_leaves_nothing_of_the_residual_p_itself_is_sampled_from(
     coins = philox_uniform(np.arange(60_000, dtype=np.uint64), POSITION, Purpose.ACCEPT)
     seeds = np.flatnonzero(coins > 1 / excess + 1e-5)[:12].astype(np.uint64)
     tree = DraftTree.chain([2], (p * excess)[None].to(backend.device))
-    limits = TreeLimits([1] * len(seeds), [True] * len(seeds), [1] * len(seeds))
-    options = {"vocab_size": VOCAB_SIZE, "upload": backend.upload, "device": backend.device}
-    trees = DraftTrees.of([tree] * len(seeds), limits, drafter="test", **options)
+    trees = trees_on(backend, [tree] * len(seeds), VOCAB_SIZE)
     sampling = SamplingRows.of((SamplingParams(), seed, POSITION) for seed in seeds.tolist())
     logits = p.log().repeat(2 * len(seeds), 1).to(backend.device)
     verified = backend.trees.verify(logits, trees, np.arange(len(seeds)), sampling)
