@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,18 +36,8 @@ class Twins:
     """The first runner is that of PyTorch, ``runner`` that of the other back end."""
 
     def __init__(self, folder: Path, backend: Backend, dtype: str = "float32") -> None:
-        plain = TorchBackend(torch.device("cpu"))
-        opened = open_model(ModelFiles(str(folder)))
-        self._prepare(plain, backend, [load_model(opened, dtype=dtype, backend=each) for each in (plain, backend)], dtype)
-
-    @classmethod
-    def of(cls, make_model: Callable[[Backend], Any], backend: Backend) -> Twins:
-        """Of any model in float32."""
-        plain, twins = TorchBackend(torch.device("cpu")), cls.__new__(cls)
-        twins._prepare(plain, backend, [make_model(plain), make_model(backend)], "float32")
-        return twins
-
-    def _prepare(self, plain: Backend, backend: Backend, models: Sequence[Any], dtype: str) -> None:
+        plain, opened = TorchBackend(torch.device("cpu")), open_model(ModelFiles(str(folder)))
+        models: Any = [load_model(opened, dtype=dtype, backend=each) for each in (plain, backend)]
         kvs = [random_kv(model) for model in models]
         self.device = backend.device
         self.bound = BOUNDS[dtype]
