@@ -1,19 +1,22 @@
-"""Drafts whose weights are rounded to 8 bits: what they are rounded to, and that it changes nothing but what is drafted."""
+"""Drafts of another dtype than their target, or with weights rounded to 8 bits: it changes nothing but what is drafted."""
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 import torch
 from back_ends import CODED, KINDS, make_back_end
-from stepping import AMPLE, greedy, make_engine, run_all
+from stepping import AMPLE, DEFAULTS, greedy, make_engine, run_all
 from zoo import Zoo, random_prompts
 
+from titan import LLM
 from titan.bench.loading import load_decoder
 from titan.core.options import weight_bits_of
 from titan.draft.draft_model import DraftModelDrafter
 from titan.engine import Engine
+from titan.kernels.cpu.backend import CpuBackend
 from titan.models.decoder import Decoder
 
 PROMPTS = random_prompts(4)
@@ -84,3 +87,32 @@ def test_weights_stay_as_they_are_unless_8_bits_are_read_in_less_time(zoo: Zoo, 
     engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **options)
     plain = load_decoder(zoo.path("llama~"), dtype=dtype, backend=make_back_end(name))
     assert all(map(torch.equal, drafting(engine), matrices(plain))) and engine.metrics().draft_weight_bits is None
+
+
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+def test_a_bfloat16_draft_of_a_float32_target(zoo: Zoo, model_impl: str) -> None:
+    """Which a swap brings."""
+    options = DEFAULTS | {"model_impl": model_impl, "num_kv_blocks": 64}
+    llm = LLM(zoo.path("llama"), draft_dtype="bfloat16", **options)
+    llm.swap_draft(zoo.path("llama~"))
+    assert isinstance(llm.engine.drafter, DraftModelDrafter) and llm.engine.drafter.kv is not None
+    assert (llm.engine.dtype, llm.engine.drafter.kv.dtype) == (torch.float32, torch.bfloat16)
+    prompts = random_prompts(3)
+    outputs = llm.generate(prompts, greedy(24, ignore_eos=True), use_tqdm=False)
+    expected = [zoo.greedy("llama", prompt, 24, ignore_eos=True) for prompt in prompts]
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert llm.metrics().acceptance_rate > 0 and llm.metrics().model_impl == model_impl
+
+
+def test_pytorch_has_threads_only_while_it_runs_the_layers_of_a_model(zoo: Zoo) -> None:
+    def num_torch_threads() -> int:
+        gc.collect()
+        with llm.engine.backend.active():
+            return torch.get_num_threads()
+
+    llm = LLM(zoo.path("llama"), zoo.path("llama~"), draft_dtype="float16", num_threads=2, **DEFAULTS, num_kv_blocks=64)
+    if not isinstance(llm.engine.backend, CpuBackend):
+        pytest.skip("there is no compiler")
+    assert num_torch_threads() == 2, "there are no kernels for float16"
+    llm.swap_draft("ngram")
+    assert num_torch_threads() == 1
