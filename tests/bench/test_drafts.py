@@ -16,14 +16,12 @@ from stepping import make_engine
 from tiny_models import reference_logits
 from zoo import Zoo
 
-from titan.bench import drafts as bench_drafts
 from titan.bench.draft_recipes import DraftRecipe, Models
 from titan.bench.drafts import compare, find_fastest, main
 from titan.bench.samples import NO_DRAFT, Sample, Spread, make_rows
 from titan.bench.step_times import model_of
 from titan.core.batch import QueryRow, build_batch
 from titan.core.kv_tensor import KVTensor
-from titan.core.step import StepPlan
 from titan.core.trees import EMPTY_TREE
 from titan.draft.base import DraftContext
 from titan.draft.draft_model import DraftModelDrafter
@@ -107,48 +105,6 @@ def test_drafts_take_turns_on_the_same_prompts_and_what_cannot_run_is_named(zoo:
     depths = [each["median"] for name, each in figures.items() if name.startswith("depth")]
     assert depths == sorted(depths, reverse=True) and len(depths) == 6 and 0 < depths[0] <= 1
     assert re.match(r"Fastest draft by tokens/s: at temperature 0 .+ x no draft\); at temperature 0\.8 ", result["answer"])
-
-
-def test_drafts_go_on_without_the_reference_which_fails_amid_a_step(
-    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original, runs = bench_drafts.run_workload, []
-
-    def fail_in_second_round(engine: Any, workload: Any, *, concurrency: int, temperature: float) -> Any:
-        assert not engine.scheduler.has_unfinished
-        runs.append((name := NO_DRAFT if engine.drafter.name == "none" else engine.drafter.name, *workload.output_lens))
-        with monkeypatch.context() as patch:
-            if name == NO_DRAFT and runs.count(runs[-1]) == 2:  # each run follows a warm-up with its draft
-                patch.setattr(engine.kv, "commit", lambda *_: 1 / 0)
-            return original(engine, workload, concurrency, temperature=temperature)
-
-    monkeypatch.setattr(bench_drafts, "run_workload", fail_in_second_round)
-    result = run(zoo, tmp_path, "--draft=ngram", "--draft=truncated:1", "--prompts", "synthetic", "--rounds", "3")
-    assert runs[:4] == [(name, length, length) for name in (NO_DRAFT, "ngram") for length in (16, 18)]
-    found = {row["labels"]["draft"]: row["figures"]["tokens/s"]["num_rounds"] for row in result["rows"]}
-    assert found == {NO_DRAFT: 1, "ngram": 3, "truncated:1": 3}
-    assert result["rows"][-1]["figures"]["equal outputs"]["num_rounds"] == 1
-    assert result["warnings"] == [f"{NO_DRAFT} ended (prompts synthetic, temperature 0): ZeroDivisionError: division by zero"]
-
-
-@pytest.mark.filterwarnings("ignore:the drafter 'flaky' failed:RuntimeWarning")  # as Python shows it: a line, and the run goes on
-def test_a_drafter_that_fails_is_named_and_not_measured(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Flaky(NgramDrafter):
-        name, num_calls = "flaky", 0
-
-        def propose(self, plan: StepPlan) -> Any:
-            self.num_calls += 1
-            if self.num_calls > 5:
-                raise LookupError("no index")
-            return super().propose(plan)
-
-    monkeypatch.setattr("titan.draft.registry._FACTORIES", dict(_FACTORIES))
-    register("flaky", lambda context: Flaky(context.max_draft_tokens))
-    result = run(zoo, tmp_path, "--draft=flaky", "--draft=ngram", "--prompts", "synthetic")
-    assert [row["labels"]["draft"] for row in result["rows"]] == [NO_DRAFT, "ngram"]
-    assert {row["figures"]["tokens/s"]["num_rounds"] for row in result["rows"]} == {2}
-    [warning] = result["warnings"]
-    assert warning.startswith("flaky ended (prompts synthetic, temperature 0): ") and "LookupError: no index (" in warning
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,10 @@ from titan.core.growth import BeamSpec, Feed, ShapeSpec, chain_spec
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import StepPlan
 from titan.core.trees import DraftTree
-from titan.draft.base import Drafter, NoDrafter
+from titan.draft.base import NoDrafter
 from titan.draft.draft_model import DraftModelDrafter
-from titan.draft.ngram import NgramDrafter
 from titan.draft.policy import CHAIN_CHILDREN, GREEDY_TEMPERATURE, MAX_CHAIN_NODES, MAX_NARROW_NODES
-from titan.draft.registry import _FACTORIES, DraftSpec, open_drafter, register
+from titan.draft.registry import _FACTORIES, open_drafter, register
 from titan.kernels import growth
 from titan.kernels.shape_growth import ShapeGrowth
 from titan.kernels.triton.chain_trees import children_per_node
@@ -253,18 +252,6 @@ def test_a_distribution_at_temperature_0_is_refused(zoo: Zoo) -> None:
     submit(engine, PROMPTS[1:2], [greedy(9)])
     with pytest.warns(RuntimeWarning, match=r"'claiming' failed, .*'claiming' gave draft_probs .* at temperature 0"):
         engine.step()
-
-
-def test_specs_of_every_kind_become_drafters(zoo: Zoo) -> None:
-    engine, own = make_engine(zoo.path("llama"), **AMPLE), NgramDrafter(2)
-
-    def create(spec: DraftSpec) -> Drafter:
-        return open_drafter(spec, engine.draft_context())()
-
-    assert isinstance(create(None), NoDrafter)
-    assert isinstance(create("ngram"), NgramDrafter)
-    assert isinstance(create(zoo.path("other")), DraftModelDrafter)
-    assert create(own) is own
 
 
 def test_a_draft_model_that_was_made_for_another_engine_is_refused(zoo: Zoo) -> None:

@@ -55,13 +55,6 @@ def assert_writes_as(model: Any, folder: Path | str, **options: Any) -> Tensor:
     return written
 
 
-def test_sharded_weights_are_those_of_one_file(tmp_path: Path) -> None:
-    make_model(tmp_path / "one")
-    make_model(tmp_path / "many", max_shard_size="30KB")
-    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
-    assert_same_weights(load(tmp_path / "one", pack=False), load(tmp_path / "many", pack=False))
-
-
 @pytest.mark.parametrize("model_impl", ["native", "transformers"])
 @pytest.mark.parametrize("chosen", [None, "new.safetensors", "new.safetensors.index.json"])
 def test_of_several_weights_those_of_transformers_are_loaded(tmp_path: Path, chosen: str | None, model_impl: str) -> None:
