@@ -69,7 +69,7 @@ def test_coverage_through_drafting_pauses_prefix_hits_and_preemption(
 @pytest.mark.parametrize("swap_space", [0, 2**20])
 def test_coverage_through_swaps_in_flight(zoo: Zoo, swap_space: int) -> None:
     """Of drafts, and of requests."""
-    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), swap_space=swap_space, **SCARCE)
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), swap_space=swap_space, **SCARCE | SHAPES["auto"])
     auditor = Auditor(zoo, engine, "llama")
     submit(engine, PROMPTS, map(mixed_params, range(len(PROMPTS))))
     first = engine.drafter
