@@ -37,10 +37,11 @@ static_assert(sizeof(RareWeight) == 8 && sizeof(CodeHeader) == 64); // as in wei
 constexpr int kUnitInputs = 8; // inputs whose weights are coded together
 constexpr int kPartBytes = 64; // of a unit's parts: the numbers of upper bytes, 4 bits each; lower bytes of 4 inputs; those of 4 more
 
-// Rows of a group from which on what it decodes is kept for further groups, if it then stays in the L2 cache; never with AVX-512, whose
-// registers suffice for decoding beside the sums of all rows.
-constexpr int kLeastKept = kLanes == 16 ? kMostRows + 1 : 5;
-constexpr int64_t kKeptBytes = 1 << 18;
+// Rows from which on the first group keeps what it decodes for further groups, if that stays in the L2 cache; and rows of such a group.
+template <typename X>
+constexpr int64_t kKeptRows = kLanes < 16 ? 9 : kPair<X> == 2 ? 128 : 32;
+constexpr int kLeastKept = 5;
+constexpr int64_t kKeptBytes = 1 << (kLanes < 16 ? 18 : 19);
 
 // The codes of a block, of 12 or 8 bits: [depth / kUnitInputs, kUnitBytes], behind their header.
 template <int Bits>
@@ -149,8 +150,8 @@ inline void decode_units(const Codes<Bits>& codes, int64_t begin, int64_t end, B
   }
 }
 
-// As `multiply_blocks`, by blocks of a weight in codes, the first at `start`; rare weights are 0.0. A block may be kept as it is decoded,
-// as pairs [depth / 2, kBlock, 2].
+// As `multiply_blocks`, by blocks of a weight in codes, the first at `start`; rare weights are 0.0. They may be kept as they are decoded,
+// as pairs [B, depth / 2, kBlock, 2].
 template <int M, int B, int Bits, bool IsKept, typename X>
 [[gnu::noinline]] void multiply_units(const X* x, int64_t stride, const uint8_t* start, int64_t depth, BFloat16* kept,
                                       Lanes (&results)[B * kParts][M]) {
@@ -158,7 +159,7 @@ template <int M, int B, int Bits, bool IsKept, typename X>
   // Vectors that are decoded together, as many as there are registers for, so that a number of x is loaded once for them.
   constexpr int kSets = kLanes == 16 ? 1 : B, kVectors = B * kParts / kSets;
   // Beside the sums of many rows, AVX2 has registers for decoding alone, or multiplying: what is decoded goes to memory in between.
-  constexpr bool kGoesToMemory = IsKept || (kLanes < 16 && M > 3 && !Codes<Bits>::kIsShort);
+  constexpr bool kGoesToMemory = kLanes < 16 && (IsKept || (M > 3 && !Codes<Bits>::kIsShort));
   const int64_t last = depth - kPrefetchBytes / kUnitBytes * kUnitInputs;
   const uint8_t* unit[B];
   Words palette[B];
@@ -176,13 +177,18 @@ template <int M, int B, int Bits, bool IsKept, typename X>
     for (int i = 0; i < 2 * kSets; ++i) {
       const int half = i % 2, set = i / 2;
       Words room[2][kVectors];
-      const auto pairs = IsKept ? reinterpret_cast<Words(*)[kVectors]>(kept + (input + 4 * half) * kBlock) : room;
+      const auto pairs = kGoesToMemory && IsKept ? reinterpret_cast<Words(*)[kVectors]>(kept + (input + 4 * half) * kBlock) : room;
 #pragma GCC unroll 3
       for (int v = 0; v < kVectors; ++v) {
         const int vector = set * kVectors + v, block = vector / kParts;
         decode_half<Bits>(unit[block], half, vector % kParts, palette[block], pairs[0][v], pairs[1][v]);
       }
-      if constexpr (kGoesToMemory) asm volatile("" : : "r"(pairs) : "memory");
+      if constexpr (kGoesToMemory) {
+        asm volatile("" : : "r"(pairs) : "memory");
+      } else if constexpr (IsKept) {
+        for (int pair = 0; pair < 2; ++pair)
+          for (int v = 0; v < kVectors; ++v) store(pairs[pair][v], kept + (v * depth + input + 4 * half + 2 * pair) * kBlock);
+      }
 #pragma GCC unroll 2
       for (int pair = 0; pair < 2; ++pair) add_products<M, kVectors>(x + input + 4 * half + 2 * pair, stride, pairs[pair], sums[set]);
     }

@@ -54,7 +54,7 @@ void multiply_by_vectors(Member& member, const Weight& weight, const X* x, int64
     const int64_t begin = strip * most, end = std::min(begin + most, num_blocks);
     static thread_local WorkingMemory memory;
     const int64_t size = (end - begin) * kBlock * depth * int64_t{sizeof(BFloat16)};
-    const bool keeps = kBitsOf<Packed> > 0 && group_rows >= kLeastKept && num_rows > group_rows && size <= kKeptBytes;
+    const bool keeps = kBitsOf<Packed> > 0 && num_rows >= kKeptRows<X> && group_rows >= kLeastKept && size <= kKeptBytes;
     BFloat16* kept = keeps ? reinterpret_cast<BFloat16*>(memory.lines(num_lines<uint8_t>(size))) : nullptr;
     for (int64_t first = 0; first < num_rows; first += group_rows) {
       const int64_t place = first * weight.num_outputs;
