@@ -25,7 +25,7 @@ class NgramDrafter:
     kv = None
 
     def __init__(self, max_draft_tokens: int, *, min_ngram: int = 2, max_ngram: int = 4) -> None:
-        self.max_draft_tokens = check_integer("max_draft_tokens", max_draft_tokens, 0, MAX_NODES)
+        self.max_draft_tokens = check_integer("max_draft_tokens", max_draft_tokens, 1, MAX_NODES)
         self.min_ngram = check_integer("min_ngram", min_ngram, 1)
         self.max_ngram = check_integer("max_ngram", max_ngram, 1)
         if self.min_ngram > self.max_ngram:

@@ -145,7 +145,7 @@ OTHERS: list[tuple[Callable[..., Any], dict[str, Any], list[str]]] = [
     (EngineConfig.of, {"num_kv_blocks": 3, "memory_utilization": 0.5}, ["=3", "memory_utilization=0.5", "at most one"]),
     (partial(NgramDrafter, 4), {"min_ngram": 0}, ["min_ngram=0", "an integer >= 1"]),
     (partial(NgramDrafter, 4), {"max_ngram": 2.5}, ["max_ngram=2.5", "an integer >= 1"]),
-    (NgramDrafter, {"max_draft_tokens": 64}, ["max_draft_tokens=64", "an integer from 0 to 63"]),
+    (NgramDrafter, {"max_draft_tokens": 64}, ["max_draft_tokens=64", "an integer from 1 to 63"]),
     (partial(NgramDrafter, 4), {"min_ngram": 5}, ["min_ngram=5", "max_ngram=4"]),
     (REPLAY, {"acceptance": 1.1, "vocab_size": 10}, ["acceptance=1.1", "[0, 1]"]),
     (REPLAY, {"acceptance": 0.5, "vocab_size": 1}, ["vocab_size=1", "an integer >= 2"]),

@@ -104,6 +104,12 @@ class ClippedAttention(LlamaAttention):
         return super().forward(hidden_states.clamp(-5, 5), **kwargs)
 
 
+class MaskedEmbedding(nn.Embedding):
+    def forward(self, token_ids: Tensor) -> Tensor:
+        rows = super().forward(token_ids)
+        return rows if self.padding_idx is None else rows * (token_ids != self.padding_idx)[..., None]
+
+
 class OtherLinear(nn.Linear):
     """As quantised layers are: a class of its own."""
 
@@ -155,8 +161,10 @@ def test_embeddings_are_read_from_the_packed_head_if_they_are_only_scaled(dtype:
         module = ready(embedding, dtype)
         fused = fuse_embedding(ops, module, ops.pack(module.weight), dtype)
         assert fused is not None and torch.equal(fused(tokens), module(tokens))
-    clipped = ready(nn.Embedding(64, SIZE, max_norm=1.0), dtype)
-    assert fuse_embedding(ops, clipped, ops.pack(clipped.weight), dtype) is None
+    for embedding in (nn.Embedding(64, SIZE, max_norm=1.0), masked := MaskedEmbedding(200, SIZE, padding_idx=199)):
+        module = ready(embedding, dtype)
+        assert fuse_embedding(ops, module, ops.pack(module.weight), dtype) is None
+    assert masked.padding_idx == 199
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

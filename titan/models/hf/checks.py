@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 from titan.core.checks import check_choice
@@ -55,7 +56,8 @@ def _check_activation(config: Any) -> None:
     from transformers.activations import ACT2FN
 
     for name in ACTIVATIONS:
-        is_read = hasattr(type(config), name)  # what else a config has, such as "activation" of some Llamas, is of no effect
+        # what else a config has, such as "activation" of some Llamas, is of no effect
+        is_read = hasattr(type(config), name) or name in signature(type(config)).parameters
         if is_read and isinstance(activation := vars(config).get(name), str):
             check_choice(name, activation, tuple(ACT2FN))
 

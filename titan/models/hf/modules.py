@@ -139,14 +139,17 @@ def fuse_embedding(ops: LayerOps, module: nn.Module, packed: Tensor, dtype: torc
     """
     if not is_unhooked(module):
         return None
-    if isinstance(module, nn.Embedding):
-        module.padding_idx = None  # it may be beyond the rows that are tried, and changes gradients alone
+    padding_idx = getattr(module, "padding_idx", None)
+    if padding_idx is not None:
+        module.padding_idx = 0  # type: ignore[assignment]  # it may be beyond the rows that are tried
     weight = module.get_parameter("weight")
     token_ids, numbers = torch.linspace(0, len(weight) - 1, min(len(weight), 64), device=weight.device).long(), weight.data
     rows = numbers[token_ids].to(dtype)
     weight.data = rows.clone()  # the module may write to it, and all of it would be much to cast
     scaled = module(torch.arange(len(rows), device=rows.device))
     weight.data = numbers
+    if padding_idx is not None:
+        module.padding_idx = padding_idx
     place = rows.abs().argmax()
     for scale in (None, (scaled.flatten()[place] / rows.flatten()[place]), getattr(module, "embed_scale", None)):
         factor = torch.as_tensor(scale, dtype=dtype, device=weight.device) if scale is not None else None
