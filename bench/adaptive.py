@@ -264,8 +264,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     drafts.add_argument("--mixed", action="store_true", help="change the proposals for every second request: they are wrong")
     args = parse(parser, argv, QUICK)
     if args.first_steps:
-        for name in ("fixed", "waves", "output_len"):
-            if getattr(args, name) != parser.get_default(name):
+        names = "fixed", "waves", "output_len"
+        given = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(names)))  # without defaults
+        for name in names:
+            if getattr(given, name) is not None:
                 raise ValueError(f"--{name.replace('_', '-')} is not allowed with --first-steps: it would have no effect")
     args.waves = args.waves or (2 if args.mixed else 1)
     if args.draft_model is None:

@@ -183,6 +183,7 @@ def test_the_interval_is_that_of_all_resamples(num_rounds: int) -> None:
         (["--first-steps", "5", "--fixed", "1"], "--fixed is not allowed with --first-steps: it would have no effect"),
         (["--quick", "--first-steps", "5", "--waves", "2"], "--waves is not allowed with --first-steps"),
         (["--first-steps", "5", "--output-len", "8"], "--output-len is not allowed with --first-steps"),
+        (["--first-steps", "5", "--output-len", "128"], "--output-len is not allowed with --first-steps"),  # the default
     ],
 )
 def test_bad_options_are_refused(zoo: Zoo, bad: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
