@@ -53,8 +53,8 @@ public:
   Strip(const Weight& weight, int64_t index, int64_t window)
       : depth_(depth_of(weight)), window_(window), lines_(static_cast<const Line*>(weight.data) + index * num_strip_lines()) {
     if constexpr (kHasCodes) {
-      static thread_local WorkingMemory room;
-      decoded_ = reinterpret_cast<BFloat16*>(room.lines(num_lines<BFloat16>(window * kAmxOutputs)));
+      static thread_local WorkingMemory memory;
+      decoded_ = memory.room_for<BFloat16>(window * kAmxOutputs);
     }
   }
 

@@ -41,7 +41,7 @@ constexpr int kPartBytes = 64; // of a unit's parts: the numbers of upper bytes,
 template <typename X>
 constexpr int64_t kKeptRows = kLanes < 16 ? 9 : kPair<X> == 2 ? 128 : 32;
 constexpr int kLeastKept = 5;
-constexpr int64_t kKeptBytes = 1 << (kLanes < 16 ? 18 : 19);
+constexpr int64_t kKeptNumbers = 1 << (kLanes < 16 ? 17 : 18);
 static_assert(kKeptRows<BFloat16> > kMostRows && kKeptRows<float> > kMostRows && kLeastKept <= kMostRows);
 
 // The codes of a block, of 12 or 8 bits: [depth / kUnitInputs, kUnitBytes], behind their header.

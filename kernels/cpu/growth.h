@@ -189,7 +189,7 @@ private:
                              rows_.bits.data()};
     const DecoderPass pass{rows_.size(), static_cast<int64_t>(rows_.kept.size()), rows_.token_ids.data(), rows_.slots.data(),
                            rows_.kept.data()};
-    logits_ = reinterpret_cast<T*>(memory_.lines(num_lines<T>(pass.num_rows * decoder_.head.num_outputs)));
+    logits_ = memory_.room_for<T>(pass.num_rows * decoder_.head.num_outputs);
     const auto start = std::chrono::steady_clock::now();
     forward(decoder_, plan, pass, logits_);
     growing_.pass_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();

@@ -53,9 +53,9 @@ void multiply_by_vectors(Member& member, const Weight& weight, const X* x, int64
   member.share((num_blocks + most - 1) / most, num_rows * depth * most * kBlock, [&](int64_t strip) {
     const int64_t begin = strip * most, end = std::min(begin + most, num_blocks);
     static thread_local WorkingMemory memory;
-    const int64_t size = (end - begin) * kBlock * depth * int64_t{sizeof(BFloat16)};
-    const bool keeps = kBitsOf<Packed> > 0 && num_rows >= kKeptRows<X> && group_rows >= kLeastKept && size <= kKeptBytes;
-    BFloat16* kept = keeps ? reinterpret_cast<BFloat16*>(memory.lines(num_lines<uint8_t>(size))) : nullptr;
+    const int64_t size = (end - begin) * kBlock * depth;
+    const bool keeps = kBitsOf<Packed> > 0 && num_rows >= kKeptRows<X> && group_rows >= kLeastKept && size <= kKeptNumbers;
+    BFloat16* kept = keeps ? memory.room_for<BFloat16>(size) : nullptr;
     for (int64_t first = 0; first < num_rows; first += group_rows) {
       const int64_t place = first * weight.num_outputs;
       with_constant<kMostRows>(std::min(group_rows, num_rows - first), [&](auto m) {

@@ -243,6 +243,11 @@ public:
     return lines_.get();
   }
 
+  template <typename T>
+  T* room_for(int64_t count) {
+    return reinterpret_cast<T*>(lines(num_lines<T>(count)));
+  }
+
   // Free it if only long prompts need so much: each thread that ever led a step would keep it.
   void give_back() {
     if (size_ * sizeof(Line) > kKeptBytes) free();
