@@ -43,14 +43,12 @@ SATURATING_PROGRAMS = 5 / 3
 """Programs per multiprocessor whose loads take all of the memory's bandwidth; fitted to an H200."""
 MIN_CHUNK = 128
 """The shortest chunk that the planner chooses, in slots."""
-MAX_SLOTS = 3 * MIN_CHUNK * 2**14
-"""The longest chunk that it can choose, hence the longest context."""
 CHUNK_MULTIPLE = 16
 """A fixed chunk is a multiple of this many slots."""
 MAX_WINDOW = 2**30
 
-NUM_CHUNKS = tl.constexpr(32)  # chunk lengths to choose from
-CHUNKS_AT_A_TIME = tl.constexpr(8)
+NUM_CHOICES = tl.constexpr(32)  # numbers of parts to choose from
+CHOICES_AT_A_TIME = tl.constexpr(8)
 # fitted to an H200, for all devices; in slots: the time that a program alone takes for one more, 20 ns for heads of 128
 PROGRAM_COST = tl.constexpr(400)  # of starting and ending a program
 MERGED_ROWS = tl.constexpr(16)  # rows of split tiles, of all heads, that are merged in the time of a slot
@@ -84,9 +82,10 @@ def _nearest_ancestors_kernel(
 
 
 @triton.jit
-def _chunk_of(index):
-    """Return the chunk length of an index: 128, 192, 256, 384, 512, ... slots."""
-    return (2 + index % 2) << (index // 2 + 6)
+def _chunk_of(choice, most_slots, BLOCK_N: tl.constexpr, LEAST_CHUNK: tl.constexpr):
+    """Return the chunk length that cuts the most slots into 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, ... equal parts of whole iterations."""
+    num_parts = (4 + choice % 4) << (choice // 4) >> 2
+    return tl.maximum(tl.cdiv(most_slots, num_parts * BLOCK_N) * BLOCK_N, LEAST_CHUNK)
 
 
 @triton.jit
@@ -98,6 +97,8 @@ def _choose_chunk(
     max_parts,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LEAST_CHUNK: tl.constexpr,
 ):
     """Return the chunk length, int32, with the earliest estimated end.
 
@@ -105,26 +106,26 @@ def _choose_chunk(
     if not all run at once, it may start late. Results of parts are written and read in float32: each costs as much memory
     traffic as twice ``BLOCK_M`` slots in 16 bits.
     """
+    most_slots = tl.max(tl.where(num_tiles > 0, num_slots, 0), axis=0)
     num_tiles, num_slots = num_tiles[:, None].to(tl.int64), num_slots[:, None]
     all_slots = tl.sum(num_tiles * num_slots, axis=0)
-    best = tl.full([], REFUSED_COST * NUM_CHUNKS, tl.int64)
-    for first_index in range(0, NUM_CHUNKS, CHUNKS_AT_A_TIME):
-        indices = first_index + tl.arange(0, CHUNKS_AT_A_TIME)
-        chunks = _chunk_of(indices)[None, :]
-        splits = tl.maximum(tl.cdiv(num_slots, chunks), 1)
+    best = tl.full([], REFUSED_COST * NUM_CHOICES, tl.int64)
+    for first_choice in range(0, NUM_CHOICES, CHOICES_AT_A_TIME):
+        choices = first_choice + tl.arange(0, CHOICES_AT_A_TIME)
+        chunks = _chunk_of(choices, most_slots, BLOCK_N, LEAST_CHUNK)
+        splits = tl.maximum(tl.cdiv(num_slots, chunks[None, :]), 1)
         num_programs = tl.sum(num_tiles * splits, axis=0) * NUM_KV_HEADS
         parts = tl.sum(tl.where(splits > 1, num_tiles * splits, 0), axis=0)
         merges = tl.sum(tl.where(splits > 1, num_tiles, 0), axis=0)
-        longest = tl.max(tl.where(num_tiles > 0, tl.minimum(num_slots, chunks), 0), axis=0) + PROGRAM_COST
+        longest = tl.minimum(chunks, most_slots) + PROGRAM_COST
         traffic = (all_slots + 2 * BLOCK_M * parts) * NUM_KV_HEADS // num_saturating + PROGRAM_COST
         occupancy = (PROGRAM_COST * num_programs + all_slots * NUM_KV_HEADS) // num_running
         cost = tl.maximum(tl.maximum(traffic, occupancy), longest) + tl.where(num_programs > num_running, longest // 2, 0)
         most_splits = tl.max(tl.where((splits > 1) & (num_tiles > 0), splits, 0), axis=0)
         cost += merges * NUM_KV_HEADS * BLOCK_M // MERGED_ROWS + SPLIT_COST * most_splits
         cost = tl.where(parts <= max_parts, cost, REFUSED_COST)
-        keys = cost * NUM_CHUNKS + (NUM_CHUNKS - 1 - indices)  # ties go to the longest
-        best = tl.minimum(best, tl.min(keys, axis=0))
-    return _chunk_of(NUM_CHUNKS - 1 - (best % NUM_CHUNKS).to(tl.int32))
+        best = tl.minimum(best, tl.min(cost * NUM_CHOICES + choices, axis=0))  # ties go to the fewest parts
+    return _chunk_of((best % NUM_CHOICES).to(tl.int32), most_slots, BLOCK_N, LEAST_CHUNK)
 
 
 @triton.jit(
@@ -147,6 +148,8 @@ def _plan_kernel(
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LEAST_CHUNK: tl.constexpr,
     TREE: tl.constexpr,  # the launch of short queries
     WINDOWED: tl.constexpr,
     CHUNKED: tl.constexpr,
@@ -176,7 +179,9 @@ def _plan_kernel(
     if FIXED:
         chunk = fixed_chunk
     else:
-        chunk = _choose_chunk(num_tiles, num_slots, num_running, num_saturating, max_parts, NUM_KV_HEADS, BLOCK_M)
+        chunk = _choose_chunk(
+            num_tiles, num_slots, num_running, num_saturating, max_parts, NUM_KV_HEADS, BLOCK_M, BLOCK_N, LEAST_CHUNK
+        )
 
     splits = tl.maximum(tl.cdiv(num_slots, chunk), 1)
     full_splits = num_slots // chunk
@@ -231,13 +236,11 @@ class TreeAttentionPlan:
             allocated in advance.
 
     Raises:
-        ValueError: no device that Triton kernels run on now, or contexts that are too long.
+        ValueError: no device that Triton kernels run on now.
     """
 
     def __init__(self, layout: DeviceLayout, fixed_chunk: int | None = None) -> None:
         require_launchable("query_start_loc", layout.query_start_loc.device)
-        if (max_slots := layout.block_table.shape[1] * layout.block_size) > MAX_SLOTS:
-            raise ValueError(f"block_table has room for {max_slots} slots per request: at most {MAX_SLOTS} are allowed")
         self.layout = layout
         self._fixed_chunk = fixed_chunk
         self._launches: dict[tuple[AttentionGeometry, Window], list[TileLaunch]] = {}
@@ -316,6 +319,8 @@ class TreeAttentionPlan:
             NUM_KV_HEADS=num_kv_heads,
             GROUP=geometry.group,
             BLOCK_M=block_m,
+            BLOCK_N=config.block_n,
+            LEAST_CHUNK=MIN_CHUNK,
             TREE=ancestor_bits is not None,
             WINDOWED=window is not None,
             CHUNKED=isinstance(window, Chunk),
