@@ -47,7 +47,7 @@ CHUNK_MULTIPLE = 16
 """A fixed chunk is a multiple of this many slots."""
 MAX_WINDOW = 2**30
 
-NUM_CHOICES = tl.constexpr(32)  # numbers of parts to choose from
+NUM_CHOICES = tl.constexpr(32)  # chunk lengths to choose from
 CHOICES_AT_A_TIME = tl.constexpr(8)
 # fitted to an H200, for all devices; in slots: the time that a program alone takes for one more, 20 ns for heads of 128
 PROGRAM_COST = tl.constexpr(400)  # of starting and ending a program
@@ -83,9 +83,9 @@ def _nearest_ancestors_kernel(
 
 @triton.jit
 def _chunk_of(choice, most_slots, BLOCK_N: tl.constexpr, LEAST_CHUNK: tl.constexpr):
-    """Return the chunk length that cuts the most slots into 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, ... equal parts of whole iterations."""
-    num_parts = (4 + choice % 4) << (choice // 4) >> 2
-    return tl.maximum(tl.cdiv(most_slots, num_parts * BLOCK_N) * BLOCK_N, LEAST_CHUNK)
+    """Return the chunk length that cuts the most slots into 1, 1.25, 1.5, 1.75, 2, 2.5, ... parts, whole iterations long."""
+    quarters = (4 + choice % 4) << (choice // 4)
+    return tl.maximum(tl.cdiv(4 * most_slots, quarters * BLOCK_N) * BLOCK_N, LEAST_CHUNK)
 
 
 @triton.jit

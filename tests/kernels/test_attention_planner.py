@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from titan.kernels.triton.attention_plan import AttentionGeometry, DeviceLayout
 from titan.kernels.triton.attention_planner import TreeAttentionPlan
 from titan.kernels.triton.tuning import num_multiprocessors, tile_config
 
-PARTS = (1, 2, 3, *(length * 2**i for i in range(6) for length in (4, 5, 6, 7)))
+PARTS = [length * 2**i for i in range(8) for length in (1, 1.25, 1.5, 1.75)]
 PROGRAM_COST = 400
 SHORT_QUERY_LEN = 8
 
@@ -87,8 +88,8 @@ def expected_records(
         cost += num_merges * num_kv_heads * block_m // 16 + 3 * max((each for each in splits if each > 1), default=0)
         return cost if num_parts <= max_parts else 2**60, -chunk
 
-    iterations = -(-max((most for *_, most in tiles), default=0) // config.block_n)
-    chunk = fixed_chunk or min((max(128, -(-iterations // parts) * config.block_n) for parts in PARTS), key=score)
+    longest = max((most for *_, most in tiles), default=0) / config.block_n
+    chunk = fixed_chunk or min((max(128, ceil(longest / parts) * config.block_n) for parts in PARTS), key=score)
     whole, rest, merges, part = [], [], [], 0
     for request, first_row, num_rows, first_slot, end_slot, most in tiles:
         num_splits = max(-(-most // chunk), 1)
