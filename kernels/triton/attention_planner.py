@@ -39,6 +39,9 @@ PARTS_PER_RUNNING_PROGRAM = 8
 """Most parts of split tiles per program that runs at a time: the tiles of up to four rounds of programs can be halved, so that the
 last round leaves less of the device idle. On 132 multiprocessors the parts of a launch take at most 66 MiB for values of 128
 numbers, and 132 MiB for larger ones."""
+PARTS_PER_TILE = 8
+"""Most parts per tile, beside one per program that runs at a time: contexts of like lengths never need more, and each part
+that there is room for is a program of each layer, if an empty one."""
 SATURATING_PROGRAMS = 5 / 3
 """Programs per multiprocessor whose loads take all of the memory's bandwidth; fitted to an H200."""
 MIN_CHUNK = 128
@@ -289,12 +292,13 @@ class TreeAttentionPlan:
         max_splits = triton.cdiv(layout.block_table.shape[1] * layout.block_size, fixed_chunk or MIN_CHUNK)
         max_parts = max_tiles * max_splits if max_splits > 1 else 0
         if fixed_chunk is None:
-            max_parts = min(max_parts, triton.cdiv(PARTS_PER_RUNNING_PROGRAM * num_running, num_kv_heads))
+            few = triton.cdiv(num_running, num_kv_heads) + PARTS_PER_TILE * max_tiles
+            max_parts = min(max_parts, few, triton.cdiv(PARTS_PER_RUNNING_PROGRAM * num_running, num_kv_heads))
         launch = TileLaunch(
             config=config,
             num_running=num_running,
             tiles=torch.empty(max_tiles + max_parts, TILE_FIELDS.value, dtype=torch.int32, device=device),
-            merges=torch.empty(max_parts // 2, MERGE_FIELDS.value, dtype=torch.int32, device=device),
+            merges=torch.empty(min(max_parts // 2, max_tiles), MERGE_FIELDS.value, dtype=torch.int32, device=device),
             counts=torch.empty(2, dtype=torch.int32, device=device),
             part_outputs=torch.empty(max_parts, num_kv_heads, block_m, geometry.num_values, dtype=torch.float32, device=device),
             part_log_sums=torch.empty(max_parts, num_kv_heads, block_m, dtype=torch.float32, device=device),

@@ -448,7 +448,9 @@ def _launch(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    _merge_kernel[(MERGE_PROGRAMS_PER_RUNNING_PROGRAM * launch.num_running,)](
+    num_merged = len(launch.merges) * geometry.num_kv_heads * config.block_m  # rows
+    num_useful = max(num_merged, triton.cdiv(output.numel(), ZEROED_NUMBERS))
+    _merge_kernel[(min(num_useful, MERGE_PROGRAMS_PER_RUNNING_PROGRAM * launch.num_running),)](
         output,
         launch.part_outputs,
         launch.part_log_sums,
