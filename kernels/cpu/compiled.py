@@ -74,7 +74,7 @@ def _check_memory(was_enough: Any, *_: Any) -> Any:
 
 
 _NOTHING = ctypes.c_char * 0
-_INT64, BOOL, FLOAT32 = np.dtype(np.int64), np.dtype(np.bool_), np.dtype(np.float32)
+_INT64, INT32, BOOL, FLOAT32 = map(np.dtype, (np.int64, np.int32, np.bool_, np.float32))
 
 
 def address(array: NDArray[Any], dtype: np.dtype[Any] = _INT64) -> int:

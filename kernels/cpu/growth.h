@@ -10,16 +10,6 @@
 
 namespace {
 
-// A tree shape known in advance, see `ShapePlan` of `titan/core/growth.py`. I inner nodes, the root first.
-struct TreeShape {
-  int64_t num_nodes;
-  int64_t num_inner;
-  const int64_t* inner;        // [6, I]: the node, -1 for the root; its depth; its parent's place; its rank; ancestor bits; children
-  const int64_t* node_parents; // [num_nodes], the parent's place among the inner nodes
-  const int64_t* ranks;        // [num_nodes]
-  const int64_t* inner_rows;   // [1 + num_nodes], places of the root and the nodes among the inner ones; 0 for a leaf
-};
-
 // The nodes of draft trees, see `DraftTrees` of `titan/core/trees.py`.
 struct NodeColumns {
   int64_t* token_ids;
@@ -43,14 +33,14 @@ struct Worth {
 // How the tree of one request grows: it fills a shape, or a beam expands the best nodes of each depth. Of a request without a tree,
 // whose max_nodes is 0, tokens are fed, and nothing else.
 struct TreeGrowth {
-  const TreeShape* shape; // null: a beam, or no tree
+  const int32_t* parents; // [max_nodes], those of a shape's nodes, -1 for the root; null: a beam, or no tree
   int64_t root;           // position of the root
   int64_t depth;          // of a beam's deepest nodes
   int64_t width;          // nodes that a beam expands at each depth
   int64_t num_children;   // tokens that a beam considers after each
   int64_t max_nodes;      // of the tree
   int64_t row;            // of the plan
-  int64_t first_inner;    // where the inner nodes' rows of `probs` begin
+  int64_t first_probs;    // the root's row of `probs`; those of nodes are by their slots behind it
   uint64_t seed;
   float temperature;  // of samples, or of the probabilities that a beam compares
   int32_t is_sampled; // whether the nodes of a shape are sampled
@@ -71,19 +61,20 @@ struct Growing {
   int32_t* draft_rows;  // rows of `probs`, of roots and nodes; null if nothing is sampled
   int64_t* counts;      // [R], nodes of each tree
   bool* is_chain;       // [R], whether each node is a child of the one before it; true so far
-  float* probs;         // [all inner nodes of sampled shapes, target_vocab_size]
+  float* probs;         // [roots and slots of sampled shapes, target_vocab_size]
   float* first_scores;  // [R], log-probability of the first child of a beam's root; others are not written
   int64_t num_passes;
   int64_t num_rows;     // of all passes together
   double pass_seconds;  // time of all passes together
 };
 
-// A node that may become part of a tree.
+// A node that may become part of a tree, or the root. Slots are where nodes are fed, counted from the one after the root.
 struct Candidate {
   int64_t token;
   float score;
-  int32_t parent_slot; // where the parent is fed, counted from the slot after the root; -1 for the root
-  int32_t slot;        // where the node itself is fed; -1 if it is not
+  int32_t parent_slot;
+  int32_t slot; // -1 if it is not fed, and of the root
+  int64_t bits; // the slots of its ancestors, and its own
 };
 
 // Return the `count` best candidates from `begin` on, or as many as are finite: greater scores first, of equal ones the earlier first.
@@ -99,21 +90,11 @@ inline std::vector<const Candidate*> best_candidates(const std::vector<Candidate
   return best;
 }
 
-// Write one node to its place; its parent must have been written.
-inline void write_node(const NodeColumns& nodes, int64_t first, int64_t node, const Candidate& candidate, int32_t parent) {
-  nodes.token_ids[first + node] = candidate.token;
-  nodes.parents[first + node] = parent;
-  nodes.depths[first + node] = parent < 0 ? 1 : nodes.depths[first + parent] + 1;
-  nodes.ancestor_bits[first + node] = int64_t{1} << node | (parent < 0 ? 0 : nodes.ancestor_bits[first + parent]);
-  nodes.scores[first + node] = candidate.score;
-  nodes.draft_slots[first + node] = candidate.slot;
-}
-
 // Write the best ancestor-closed set of at most max_nodes candidates, the path of first children first, see
-// `titan/kernels/torch/trees.py`; return the number of its nodes.
+// `titan/kernels/torch/trees.py`; return the number of its nodes. The first candidate is the root.
 inline int64_t select_tree(const std::vector<Candidate>& candidates, int64_t max_nodes, int64_t first, const NodeColumns& nodes) {
   std::vector<const Candidate*> order, others; // the main path, then the others
-  for (const Candidate* each : best_candidates(candidates, 0, max_nodes)) {
+  for (const Candidate* each : best_candidates(candidates, 1, max_nodes)) {
     const int32_t end = order.empty() ? -1 : order.back()->slot;
     const bool goes_on = each->parent_slot == end && (order.empty() || end >= 0);
     (goes_on ? order : others).push_back(each);
@@ -121,22 +102,24 @@ inline int64_t select_tree(const std::vector<Candidate>& candidates, int64_t max
   order.insert(order.end(), others.begin(), others.end());
   const int64_t count = order.size();
   for (int64_t node = 0; node < count; ++node) {
-    int32_t parent = -1;
-    for (int64_t other = 0; order[node]->parent_slot >= 0 && other < node; ++other)
-      if (order[other]->slot == order[node]->parent_slot) parent = static_cast<int32_t>(other);
-    write_node(nodes, first, node, *order[node], parent);
+    const Candidate& each = *order[node];
+    int64_t parent = -1;
+    for (int64_t other = 0; each.parent_slot >= 0 && other < node; ++other)
+      if (order[other]->slot == each.parent_slot) parent = other;
+    nodes.token_ids[first + node] = each.token;
+    nodes.parents[first + node] = static_cast<int32_t>(parent);
+    nodes.depths[first + node] = parent < 0 ? 1 : nodes.depths[first + parent] + 1;
+    nodes.ancestor_bits[first + node] = int64_t{1} << node | (parent < 0 ? 0 : nodes.ancestor_bits[first + parent]);
+    nodes.scores[first + node] = each.score;
+    nodes.draft_slots[first + node] = each.slot;
   }
   return count;
 }
 
-// A node that is fed, so that its children can be chosen.
+// A candidate that is fed, so that its children can be chosen.
 struct Fed {
   int64_t request;
-  int64_t place; // among a shape's inner nodes, or among a beam's candidates
-  int64_t token;
-  int64_t bits;  // of its ancestors and itself
-  int32_t slot;  // counted from the slot after the root, which is at -1
-  float profit;  // of feeding it; infinite for a shape
+  int64_t index; // among the request's candidates
 };
 
 // Tokens of all requests that are fed together.
@@ -197,6 +180,8 @@ private:
     growing_.num_rows += rows_.size();
   }
 
+  Candidate& candidate(const Fed& node) { return candidates_[node.request][node.index]; }
+
   // Feed the committed tokens that the draft lacks.
   void feed_roots() {
     const int64_t* token = growing_.fed_tokens;
@@ -204,25 +189,29 @@ private:
       const TreeGrowth& growth = growing_.growths[i];
       rows_.tree_starts[i] = growth.root + 1;
       for (int64_t slot = growth.root - growing_.num_fed[i] + 1; slot <= growth.root; ++slot) add_row(i, *token++, slot, slot, 0);
+      candidates_[i] = {{token[-1], 0, -1, -1, 0}};
       if (growth.max_nodes == 0) continue;
       rows_.kept.push_back(rows_.size() - 1);
-      fed_.push_back({i, 0, token[-1], 0, -1, 0});
+      fed_.push_back({i, 0});
     }
     forward_rows();
   }
 
   // Feed the nodes that were chosen, which are at a depth, if that pays; return whether it does.
   bool feed(int64_t depth) {
-    double gain = 0; // of all requests, in prices of a pass
-    for (const Fed& node : next_) gain += node.profit / growing_.growths[node.request].worth.pass_price;
-    if (gain <= 1) return false;
+    if (gain_ <= 1) {
+      for (const Fed& node : next_) candidate(node).slot = -1;
+      return false;
+    }
+    gain_ = 0;
     fed_.swap(next_);
     next_.clear();
     rows_.clear();
     for (const Fed& node : fed_) {
       const int64_t root = growing_.growths[node.request].root;
+      const Candidate& fed = candidate(node);
       rows_.kept.push_back(rows_.size());
-      add_row(node.request, node.token, root + depth, root + 1 + node.slot, node.bits);
+      add_row(node.request, fed.token, root + depth, root + 1 + fed.slot, fed.bits);
     }
     forward_rows();
     return true;
@@ -241,7 +230,7 @@ private:
     for (int64_t row = 0; row < num_rows;) {
       const int64_t request = fed_[row].request, first = row;
       while (row < num_rows && fed_[row].request == request) ++row;
-      if (growing_.growths[request].shape)
+      if (growing_.growths[request].parents)
         for (int64_t each = first; each < row; ++each) fill(fed_[each], &tokens_[each * most]);
       else
         expand(request, depth + 1, first, row, most);
@@ -250,21 +239,21 @@ private:
 
   int64_t num_children(const Fed& node) const {
     const TreeGrowth& growth = growing_.growths[node.request];
-    return growth.shape ? growth.shape->inner[5 * growth.shape->num_inner + node.place] : growth.num_children;
+    return growth.parents ? std::count(growth.parents, growth.parents + growth.max_nodes, node.index - 1) : growth.num_children;
   }
 
   // Choose the tokens that may follow a node and, if several are compared, compute their log-probabilities.
-  void choose(const Fed& node, int64_t depth, const T* logits, int64_t* tokens, float* logprobs) const {
+  void choose(const Fed& node, int64_t depth, const T* logits, int64_t* tokens, float* logprobs) {
     const TreeGrowth& growth = growing_.growths[node.request];
     const int64_t count = num_children(node);
-    if (growth.shape && growth.is_sampled) {
-      float* probs = growing_.probs + (growth.first_inner + node.place) * growing_.target_vocab_size;
+    if (growth.is_sampled) {
+      float* probs = growing_.probs + (growth.first_probs + 1 + candidate(node).slot) * growing_.target_vocab_size;
       softmax_row(logits, growth.temperature, probs, vocab_size_);
       std::fill(probs + vocab_size_, probs + growing_.target_vocab_size, 0.0f);
       draw_siblings(probs, growth.seed, growth.root + 1 + depth, kDraft, count, tokens, growing_.target_vocab_size);
-    } else if (growth.shape && count == 1) {
+    } else if (growth.parents && count == 1) {
       *tokens = std::max<int64_t>(argmax_row(logits, vocab_size_), 0);
-    } else if (growth.shape) {
+    } else if (growth.parents) {
       largest_entries(logits, tokens, logprobs, count, vocab_size_);
       for (int64_t j = 0; j < count; ++j)
         if (logprobs[j] == kMinusInfinity) tokens[j] = -1; // no token is left
@@ -273,18 +262,22 @@ private:
     }
   }
 
-  // Give the children of a shape's inner node their tokens; those that no token was left for, and their descendants, are left out, but
-  // fed as if they were there.
+  // Give the children of a node of a shape their tokens; those that no token was left for, and their descendants, are left out, but fed
+  // as if they were there. Nodes are fed at their own indices, if they have children.
   void fill(const Fed& parent, const int64_t* tokens) {
-    const TreeShape& shape = *growing_.growths[parent.request].shape;
-    std::vector<Candidate>& nodes = candidates_[parent.request]; // each is fed at its index
-    nodes.resize(shape.num_nodes);
-    const bool is_there = parent.slot < 0 || std::isfinite(nodes[parent.slot].score);
-    for (int32_t node = parent.slot + 1; node < shape.num_nodes; ++node) {
-      if (shape.node_parents[node] != parent.place) continue;
-      const int64_t token = tokens[shape.ranks[node]], place = shape.inner_rows[1 + node];
-      nodes[node] = {token, is_there && token >= 0 ? 0.0f : kMinusInfinity, parent.slot, place > 0 ? node : -1};
-      if (place > 0) next_.push_back({parent.request, place, token, shape.inner[4 * shape.num_inner + place], node, -kMinusInfinity});
+    const TreeGrowth& growth = growing_.growths[parent.request];
+    std::vector<Candidate>& mine = candidates_[parent.request];
+    mine.resize(1 + growth.max_nodes);
+    const Candidate& above = mine[parent.index];
+    const int32_t* end = growth.parents + growth.max_nodes;
+    for (int32_t node = above.slot + 1; node < growth.max_nodes; ++node) {
+      if (growth.parents[node] != above.slot) continue;
+      const int64_t token = *tokens++;
+      const bool is_fed = std::find(growth.parents + node + 1, end, node) < end;
+      mine[1 + node] = {token, token < 0 ? kMinusInfinity : above.score, above.slot, is_fed ? node : -1, above.bits | int64_t{1} << node};
+      if (!is_fed) continue;
+      next_.push_back({parent.request, 1 + node});
+      gain_ = -kMinusInfinity;
     }
   }
 
@@ -295,16 +288,14 @@ private:
     const Worth& worth = growth.worth;
     std::vector<Candidate>& mine = candidates_[request];
     const float agreement = static_cast<float>(std::pow(worth.agreement, depth));
-    const int64_t begin = mine.size(), k = growth.num_children;
+    const int64_t begin = mine.size();
     if (depth == 1) growing_.first_scores[growth.row] = logprobs_[first * stride];
     for (int64_t row = first; row < last; ++row) {
-      const Fed& parent = fed_[row];
-      if (depth > 1) mine[parent.place].slot = parent.slot;
-      const float above = depth > 1 ? mine[parent.place].score : 0;
-      for (int64_t j = 0; j < k; ++j) {
-        const float score = above + logprobs_[row * stride + j];
+      const Candidate parent = mine[fed_[row].index]; // a copy: `mine` grows
+      for (int64_t j = 0; j < growth.num_children; ++j) {
+        const float score = parent.score + logprobs_[row * stride + j];
         const bool is_worth_it = agreement * std::exp(score) >= worth.node_price;
-        mine.push_back({tokens_[row * stride + j], is_worth_it ? score : kMinusInfinity, parent.slot, -1});
+        mine.push_back({tokens_[row * stride + j], is_worth_it ? score : kMinusInfinity, parent.slot, -1, parent.bits});
       }
     }
     if (depth >= growth.depth) return;
@@ -313,9 +304,11 @@ private:
       const float value = agreement * std::exp(best[j]->score);
       const float profit = value * worth.acceptance - (worth.node_price + worth.row_price);
       if (!(profit > 0)) break; // nor are those after it, whose scores are lower
-      const int32_t slot = static_cast<int32_t>((depth - 1) * growth.width + j);
-      const int64_t place = best[j] - mine.data(), bits = fed_[first + (place - begin) / k].bits | int64_t{1} << slot;
-      next_.push_back({request, place, best[j]->token, bits, slot, profit});
+      next_.push_back({request, best[j] - mine.data()});
+      Candidate& chosen = candidate(next_.back());
+      chosen.slot = static_cast<int32_t>((depth - 1) * growth.width + j);
+      chosen.bits |= int64_t{1} << chosen.slot;
+      gain_ += profit / worth.pass_price;
     }
   }
 
@@ -328,9 +321,8 @@ private:
       if (growing_.nodes.parents[first + node] != node - 1) growing_.is_chain[growth.row] = false;
     if (growth.is_sampled) {
       int32_t* rows = growing_.draft_rows + first + growth.row; // each row of the plan before it has a root
-      *rows = static_cast<int32_t>(growth.first_inner);
-      for (int64_t node = 0; node < count; ++node) // a leaf's slot is -1
-        rows[1 + node] = *rows + static_cast<int32_t>(growth.shape->inner_rows[1 + growing_.nodes.draft_slots[first + node]]);
+      *rows = static_cast<int32_t>(growth.first_probs);
+      for (int64_t node = 0; node < count; ++node) rows[1 + node] = *rows + 1 + growing_.nodes.draft_slots[first + node];
     }
     num_nodes_ += count;
   }
@@ -339,9 +331,10 @@ private:
   const Decoder& decoder_;
   Growing& growing_;
   Rows rows_;
-  std::vector<std::vector<Candidate>> candidates_; // of each request: a shape's nodes, or a beam's so far
+  std::vector<std::vector<Candidate>> candidates_; // of each request: its root, then a shape's nodes, or a beam's so far
   std::vector<Fed> fed_;  // of the rows of `logits_`, request by request
   std::vector<Fed> next_; // chosen among their children
+  double gain_ = 0;       // of feeding these, in prices of a pass; infinite for a shape
   T* logits_ = nullptr;        // in the working memory
   std::vector<int64_t> tokens_;
   std::vector<float> logprobs_;

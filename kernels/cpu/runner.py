@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -14,10 +15,10 @@ import torch
 from torch import Tensor
 
 from titan.core.batch import RaggedBatch, prefix_sums
-from titan.core.growth import BeamSpec, Feed, GrowthSpec, ShapeSpec, Worth, block_table_of
+from titan.core.growth import BeamSpec, Feed, GrowthSpec, ShapePlan, ShapeSpec, Worth, block_table_of
 from titan.core.kv_tensor import KVTensor
 from titan.core.trees import DraftTrees, GrowthReport, NodeColumns, allocate_nodes
-from titan.kernels.cpu.compiled import BOOL, FLOAT32, POINTER, CompiledKernels, address
+from titan.kernels.cpu.compiled import BOOL, FLOAT32, INT32, POINTER, CompiledKernels, address
 from titan.kernels.cpu.structs import (
     LAYER_NORMS,
     TREE_GROWTH,
@@ -28,7 +29,6 @@ from titan.kernels.cpu.structs import (
     PassStruct,
     layer_struct,
     plan_struct,
-    shape_struct,
 )
 from titan.kernels.cpu.weights import is_packed, weight_struct
 from titan.kernels.growth import grow_by_passes
@@ -114,11 +114,11 @@ class CompiledRunner(TorchRunner):
                 raise IndexError(f"a block table of {len(feed.block_ids)} blocks does not cover slot {last_slot}")
             trees.append(_growth(feed.spec, feed.root, feed.row, num_probs))
             if isinstance(feed.spec, ShapeSpec) and feed.spec.params is not None:
-                num_probs += feed.spec.plan.inner.shape[1]
+                num_probs += 1 + feed.spec.num_slots
         growths, rows = np.array(trees, TREE_GROWTH), [feed.row for feed in feeds]
         self.model.config.check_positions(growths["root"] + growths["depth"] - 1)
         (is_sampled, has_scores), max_nodes = np.zeros((2, num_rows), np.bool_), int(growths["max_nodes"].sum())
-        is_sampled[rows], has_scores[rows] = growths["is_sampled"], (growths["shape"] == 0) & (growths["max_nodes"] > 0)
+        is_sampled[rows], has_scores[rows] = growths["is_sampled"], (growths["parents"] == 0) & (growths["max_nodes"] > 0)
         table, lengths = block_table_of(feeds), np.array([len(feed.token_ids) for feed in feeds])
         token_ids = np.array([*chain(*(feed.token_ids for feed in feeds))])
         counts, is_chain = np.zeros(num_rows, np.int64), np.ones(num_rows, np.bool_)
@@ -141,20 +141,26 @@ class CompiledRunner(TorchRunner):
         return DraftTrees(prefix_sums(counts), is_chain, is_sampled, has_scores, nodes, probs, draft_rows, report)
 
 
-def _growth(spec: GrowthSpec | None, root: int, row: int, first_inner: int) -> tuple[Any, ...]:
+def _growth(spec: GrowthSpec | None, root: int, row: int, first_probs: int) -> tuple[Any, ...]:
     """Return one record of `TREE_GROWTH`."""
     worth = spec.worth if isinstance(spec, BeamSpec) and spec.worth is not None else UNPRICED
     prices = worth.agreement, worth.acceptance, worth.node_price, worth.row_price, worth.pass_price
-    places = 0 if spec is None else spec.num_nodes, row, first_inner
+    places = 0 if spec is None else spec.num_nodes, row, first_probs
     match spec:
         case None:
             return 0, root, 1, 0, 0, *places, 0, 1.0, False, prices
         case BeamSpec(depth=depth, width=width, num_children=num_children, temperature=temperature):
             return 0, root, depth, width, num_children, *places, 0, temperature, False, prices
         case ShapeSpec(plan=plan, params=params, seed=seed):
-            address, temperature = ctypes.addressof(shape_struct(plan)), 1.0 if params is None else params.temperature
-            return address, root, 1 + len(plan.feeds), 0, 0, *places, seed, temperature, params is not None, prices
+            temperature = 1.0 if params is None else params.temperature
+            return _parents(plan), root, 1 + len(plan.feeds), 0, 0, *places, seed, temperature, params is not None, prices
     raise TypeError(f"{type(spec).__name__} is not a spec that can be grown")
+
+
+@lru_cache(maxsize=4096)
+def _parents(plan: ShapePlan) -> int:
+    """Return the address of the parents of a shape, which the cache keeps alive."""
+    return address(plan.parents, INT32)
 
 
 def make_compiled_runner(backend: Backend, kernels: CompiledKernels, model: Any, kv: KVTensor) -> CompiledRunner | None:

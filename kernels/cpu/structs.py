@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from titan.core.attention import AttentionSpec, Chunk, LayerSpec, window_length
 from titan.core.batch import AttentionLayout
-from titan.core.growth import ShapePlan
 from titan.core.kv_tensor import SCALE_BYTES
 from titan.core.trees import NodeColumns
 from titan.kernels.cpu.compiled import FLOAT, INT, POINTER, address
@@ -93,28 +91,12 @@ class PassStruct(ctypes.Structure):
     ]
 
 
-class TreeShapeStruct(ctypes.Structure):
-    """``TreeShape`` of the C++."""
-
-    _fields_ = [
-        *((name, INT) for name in ("num_nodes", "num_inner")),
-        *((name, POINTER) for name in ("inner", "node_parents", "ranks", "inner_rows")),
-    ]
-
-
-@lru_cache(maxsize=4096)
-def shape_struct(plan: ShapePlan) -> TreeShapeStruct:
-    """Return a shape as the library reads it; the cache keeps the plan alive."""
-    arrays = plan.inner, plan.node_parents, plan.shape.child_ranks, plan.shape.inner_rows
-    return TreeShapeStruct(len(plan.parents), plan.inner.shape[1], *(array.ctypes.data for array in arrays))
-
-
 WORTH = np.dtype([(name, "f4") for name in ("agreement", "acceptance", "node_price", "row_price", "pass_price")])
 """``Worth`` of the C++."""
 
 TREE_GROWTH = np.dtype(
     [
-        *((name, "i8") for name in ("shape", "root", "depth", "width", "num_children", "max_nodes", "row", "first_inner")),
+        *((name, "i8") for name in ("parents", "root", "depth", "width", "num_children", "max_nodes", "row", "first_probs")),
         ("seed", "u8"),
         ("temperature", "f4"),
         ("is_sampled", "i4"),
@@ -122,7 +104,7 @@ TREE_GROWTH = np.dtype(
     ],
     align=True,
 )
-"""``TreeGrowth`` of the C++; ``shape`` is the address of a `TreeShapeStruct`, or 0."""
+"""``TreeGrowth`` of the C++; ``parents`` is an address, or 0."""
 
 
 class NodeColumnsStruct(ctypes.Structure):

@@ -176,7 +176,6 @@ STRUCTS: dict[str, Any] = {  # of the C++
     "NodeColumns": structs.NodeColumnsStruct,
     "Options": OPTIONS,
     "TreeGrowth": structs.TREE_GROWTH,
-    "TreeShape": structs.TreeShapeStruct,
     "VerifiedTrees": trees.TreesStruct,
     "Weight": WeightStruct,
     "Worth": structs.WORTH,
