@@ -41,15 +41,6 @@ struct Decoder {
   Weight head;
 };
 
-// T tokens, of which L need logits.
-struct DecoderPass {
-  int64_t num_tokens;
-  int64_t num_rows;
-  const int64_t* token_ids;    // [T]
-  const int64_t* slot_mapping; // [T]
-  const int64_t* rows;         // [L], ascending
-};
-
 constexpr int64_t kPartRows = 512; // of a pass that go through a part of a layer at a time: what they leave stays in the caches
 
 template <typename T>
@@ -208,13 +199,15 @@ void look_up(const Decoder& decoder, int64_t token, T* result) {
     for (int64_t d = 0; d < size; ++d) narrow(widen(result[d]) * decoder.embedding_scale, &result[d]);
 }
 
-// Compute the logits of the rows that need them: [L, vocab_size].
+// Run T tokens of a plan, whose keys and values go to slots [T], and compute the logits of some rows, which ascend: [num_kept, vocab_size].
 template <typename T>
-void forward(const Decoder& decoder, const AttentionPlan& plan, const DecoderPass& pass, T* logits) {
+void forward(const Decoder& decoder, const AttentionPlan& plan, const int64_t* token_ids, const int64_t* slots, const int64_t* kept,
+             int64_t num_kept, T* logits) {
   const AttentionSpec& heads = decoder.layers[0].attention;
-  const int64_t num_tokens = pass.num_tokens, most_rows = std::min(num_tokens, kPartRows), size = decoder.hidden_size;
+  const int64_t num_tokens = plan.query_start_loc[plan.num_requests], most_rows = std::min(num_tokens, kPartRows);
+  const int64_t size = decoder.hidden_size;
   const int64_t q_size = heads.num_heads * heads.head_dim, k_size = heads.num_kv_heads * heads.head_dim, qkv_size = q_size + 2 * k_size;
-  int64_t widest = 0, num_room = linear_lines<T>(decoder.head, pass.num_rows);
+  int64_t widest = 0, num_room = linear_lines<T>(decoder.head, num_kept);
   for (int64_t i = 0; i < decoder.num_layers; ++i) {
     const DecoderLayer& layer = decoder.layers[i];
     widest = std::max(widest, layer.gate_up.num_outputs);
@@ -223,15 +216,15 @@ void forward(const Decoder& decoder, const AttentionPlan& plan, const DecoderPas
   }
   static thread_local WorkingMemory memory;
   const Lease lease{memory};
-  const int64_t per_token = size + qkv_size + q_size, per_row = widest + widest / 2, per_logits = 2 * size + q_size;
-  Line* room = memory.lines(num_room + num_lines<T>(num_tokens * per_token + most_rows * (size + per_row) + pass.num_rows * per_logits));
+  const int64_t per_token = size + qkv_size + q_size, per_row = widest + widest / 2, per_kept = 2 * size + q_size;
+  Line* room = memory.lines(num_room + num_lines<T>(num_tokens * per_token + most_rows * (size + per_row) + num_kept * per_kept));
   T* stream = reinterpret_cast<T*>(room + num_room); // the residual stream
   T* qkv = stream + num_tokens * size;
   T* attended = qkv + num_tokens * qkv_size;
   T* kept_stream = attended + num_tokens * q_size; // of the rows that need logits
-  T* kept_attended = kept_stream + pass.num_rows * size;
-  T* last_normed = kept_attended + pass.num_rows * q_size;
-  T* normed = last_normed + pass.num_rows * size; // of some rows, as what follows
+  T* kept_attended = kept_stream + num_kept * size;
+  T* last_normed = kept_attended + num_kept * q_size;
+  T* normed = last_normed + num_kept * size; // of some rows, as what follows
   T* gate_up = normed + most_rows * size;
   T* gated = gate_up + most_rows * widest;
   Team& team = *static_cast<Team*>(decoder.team);
@@ -254,23 +247,23 @@ void forward(const Decoder& decoder, const AttentionPlan& plan, const DecoderPas
     };
     T *stream_rows = stream, *attended_rows = attended;
     int64_t num_rows = num_tokens;
-    member.share(num_tokens, size, [&](int64_t i) { look_up(decoder, pass.token_ids[i], stream + i * size); });
+    member.share(num_tokens, size, [&](int64_t i) { look_up(decoder, token_ids[i], stream + i * size); });
     for (int64_t i = 0; i < decoder.num_layers; ++i) {
       const DecoderLayer& layer = decoder.layers[i];
       for_parts(num_tokens, kPartRows, [&](int64_t first, int64_t count) {
         T* rows = qkv + first * qkv_size;
         linear<T>(member, layer.qkv, norm(stream + first * size, layer.input_norm, normed, count), count, nullptr, rows, room);
         with_weights<T>(decoder.has_wide_norms, [&]<typename W>(W) {
-          rope_and_write_kv<T, W>(member, layer, rows, plan.positions + first, pass.slot_mapping + first, count, decoder.eps);
+          rope_and_write_kv<T, W>(member, layer, rows, plan.positions + first, slots + first, count, decoder.eps);
         });
       });
       tree_attention(member, plan, layer.attention, items, qkv, qkv_size, layer.kv, attended);
-      if (i + 1 == decoder.num_layers && pass.num_rows < num_tokens) { // the other rows have written their KV: they are done
-        member.share(pass.num_rows, size + q_size, [&](int64_t row) {
-          std::memcpy(kept_stream + row * size, stream + pass.rows[row] * size, size * sizeof(T));
-          std::memcpy(kept_attended + row * q_size, attended + pass.rows[row] * q_size, q_size * sizeof(T));
+      if (i + 1 == decoder.num_layers && num_kept < num_tokens) { // the other rows have written their KV: they are done
+        member.share(num_kept, size + q_size, [&](int64_t row) {
+          std::memcpy(kept_stream + row * size, stream + kept[row] * size, size * sizeof(T));
+          std::memcpy(kept_attended + row * q_size, attended + kept[row] * q_size, q_size * sizeof(T));
         });
-        stream_rows = kept_stream, attended_rows = kept_attended, num_rows = pass.num_rows;
+        stream_rows = kept_stream, attended_rows = kept_attended, num_rows = num_kept;
       }
       for_parts(num_rows, kPartRows, [&](int64_t first, int64_t count) {
         T* x = stream_rows + first * size;

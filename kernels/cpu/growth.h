@@ -170,11 +170,10 @@ private:
     const AttentionPlan plan{growing_.num_requests, growing_.table_width, rows_.start_loc.data(), rows_.seq_lens.data(),
                              rows_.tree_starts.data(), growing_.block_table, rows_.positions.data(), rows_.visible_lens.data(),
                              rows_.bits.data()};
-    const DecoderPass pass{rows_.size(), static_cast<int64_t>(rows_.kept.size()), rows_.token_ids.data(), rows_.slots.data(),
-                           rows_.kept.data()};
-    logits_ = memory_.room_for<T>(pass.num_rows * decoder_.head.num_outputs);
+    const int64_t num_kept = rows_.kept.size();
+    logits_ = memory_.room_for<T>(num_kept * decoder_.head.num_outputs);
     const auto start = std::chrono::steady_clock::now();
-    forward(decoder_, plan, pass, logits_);
+    forward(decoder_, plan, rows_.token_ids.data(), rows_.slots.data(), rows_.kept.data(), num_kept, logits_);
     growing_.pass_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     growing_.num_passes += 1;
     growing_.num_rows += rows_.size();

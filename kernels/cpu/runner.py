@@ -18,7 +18,7 @@ from titan.core.batch import RaggedBatch, prefix_sums
 from titan.core.growth import BeamSpec, Feed, GrowthSpec, ShapePlan, ShapeSpec, Worth, block_table_of
 from titan.core.kv_tensor import KVTensor
 from titan.core.trees import DraftTrees, GrowthReport, NodeColumns, allocate_nodes
-from titan.kernels.cpu.compiled import BOOL, FLOAT32, INT32, POINTER, CompiledKernels, address
+from titan.kernels.cpu.compiled import BOOL, FLOAT32, INT, INT32, POINTER, CompiledKernels, address
 from titan.kernels.cpu.structs import (
     LAYER_NORMS,
     TREE_GROWTH,
@@ -26,7 +26,6 @@ from titan.kernels.cpu.structs import (
     GrowingStruct,
     LayerStruct,
     NodeColumnsStruct,
-    PassStruct,
     layer_struct,
     plan_struct,
 )
@@ -73,7 +72,7 @@ class CompiledRunner(TorchRunner):
         layers: Sequence[LayerStruct],
     ) -> None:
         super().__init__(backend, model, kv)
-        self._forward = kernels.plain_function("forward", model.dtype, *[POINTER] * 4)
+        self._forward = kernels.plain_function("forward", model.dtype, *[POINTER] * 5, INT, POINTER)
         self._grow_trees = kernels.plain_function("grow", model.dtype, *[POINTER] * 2)
         self._kernels = kernels
         self._layers = (LayerStruct * len(layers))(*layers)
@@ -85,10 +84,10 @@ class CompiledRunner(TorchRunner):
         place_nodes(batch)
         decoder, layout = self._decoder, batch.attention
         self.model.config.check_positions(layout.positions)
-        plan, arrays = plan_struct(layout), (batch.token_ids, batch.slot_mapping, batch.logits_rows)
-        step = PassStruct(len(batch.token_ids), len(batch.logits_rows), *map(address, arrays))
-        logits = torch.empty(len(batch.logits_rows), decoder.head.num_outputs, dtype=self.model.dtype)
-        self._forward(ctypes.addressof(decoder), ctypes.addressof(plan), ctypes.addressof(step), logits.data_ptr())
+        structs = decoder, plan_struct(layout)
+        arrays, num_rows = (batch.token_ids, batch.slot_mapping, batch.logits_rows), len(batch.logits_rows)
+        logits = torch.empty(num_rows, decoder.head.num_outputs, dtype=self.model.dtype)
+        self._forward(*map(ctypes.addressof, structs), *map(address, arrays), num_rows, logits.data_ptr())
         return logits
 
     def grow(self, feeds: Sequence[Feed], num_rows: int, vocab_size: int) -> DraftTrees:

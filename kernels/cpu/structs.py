@@ -81,16 +81,6 @@ class DecoderStruct(ctypes.Structure):
     ]
 
 
-class PassStruct(ctypes.Structure):
-    """``DecoderPass`` of the C++."""
-
-    _fields_ = [
-        ("num_tokens", INT),
-        ("num_rows", INT),
-        *((name, POINTER) for name in ("token_ids", "slot_mapping", "rows")),
-    ]
-
-
 WORTH = np.dtype([(name, "f4") for name in ("agreement", "acceptance", "node_price", "row_price", "pass_price")])
 """``Worth`` of the C++."""
 

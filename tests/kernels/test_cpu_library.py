@@ -170,7 +170,6 @@ STRUCTS: dict[str, Any] = {  # of the C++
     "AttentionSpec": structs.SpecStruct,
     "Decoder": structs.DecoderStruct,
     "DecoderLayer": structs.LayerStruct,
-    "DecoderPass": structs.PassStruct,
     "Growing": structs.GrowingStruct,
     "KVLayer": structs.KVLayerStruct,
     "NodeColumns": structs.NodeColumnsStruct,
