@@ -215,7 +215,7 @@ template <int D, typename S>
 void attend_head_by_tiles(const Head<S>& head, const BFloat16* q, int64_t q_stride, BFloat16* output) {
   static thread_local TileRoom room;
   const int64_t head_dim = D ? D : head.spec.head_dim, value_dim = D ? D : head.spec.value_dim;
-  const int64_t num_rows = head.num_rows(), num_tiles = (num_rows + kTileRows - 1) / kTileRows;
+  const int64_t num_rows = head.item.num_rows, num_tiles = (num_rows + kTileRows - 1) / kTileRows;
   room.tiles.resize(num_tiles);
   room.queries.resize(num_tiles * head_dim / 2);
   room.sums.assign(num_tiles * value_dim, Line{});
@@ -271,12 +271,13 @@ void attend_head_by_tiles(const Head<S>& head, const BFloat16* q, int64_t q_stri
 }
 
 template <typename S>
-inline void attend_by_tiles(const ItemRows<S>& rows, const BFloat16* q, int64_t q_stride, BFloat16* output) {
-  const int64_t dim = rows.spec.value_dim == rows.spec.head_dim ? rows.spec.head_dim : 0; // of both keys and values
+inline void attend_by_tiles(const Head<S>& first_head, const BFloat16* q, int64_t q_stride, BFloat16* output) {
+  const AttentionSpec& spec = first_head.spec;
+  const int64_t dim = spec.value_dim == spec.head_dim ? spec.head_dim : 0; // of both keys and values
   const auto attend = dim == 64    ? attend_head_by_tiles<64, S>
                       : dim == 128 ? attend_head_by_tiles<128, S>
                                    : attend_head_by_tiles<0, S>;
-  for (int64_t i = 0; i < rows.item.num_heads; ++i) attend(Head<S>(rows, rows.item.first_head + i), q, q_stride, output);
+  for (int64_t i = 0; i < first_head.item.num_heads; ++i) attend(first_head.at(i), q, q_stride, output);
 }
 
 // Whether dimensions are whole tiles, and tiles of keys lie within blocks.

@@ -206,12 +206,12 @@ inline void write_result(float* sums, float factor, int64_t value_dim, T* result
 
 // Attend to each tile from all heads of an item in turn: in the cache, a block's heads lie side by side.
 template <typename T, typename S>
-void attend_by_vectors(const ItemRows<S>& rows, const T* q, int64_t q_stride, T* output) {
+void attend_by_vectors(const Head<S>& first_head, const T* q, int64_t q_stride, T* output) {
   using X = Factor<T, S>;
   using Y = Value<T, S>;
   static thread_local AttentionRoom room;
-  const AttentionSpec& spec = rows.spec;
-  const int64_t num_rows = rows.num_rows(), num_heads = rows.item.num_heads, num_places = num_heads * num_rows;
+  const AttentionSpec& spec = first_head.spec;
+  const int64_t num_rows = first_head.item.num_rows, num_heads = first_head.item.num_heads, num_places = num_heads * num_rows;
   const int64_t head_dim = spec.head_dim, dim = round_up(head_dim, kPairInputs);
   const int64_t value_dim = spec.value_dim, sums_dim = round_up(value_dim, kPairInputs);
   room.queries.assign(num_lines<X>(num_places * dim), Line{});
@@ -225,12 +225,12 @@ void attend_by_vectors(const ItemRows<S>& rows, const T* q, int64_t q_stride, T*
   const auto for_places = [&](const auto& work) { // with the place in the room, the token and the query head
     for (int64_t i = 0; i < num_heads; ++i)
       for (int64_t row = 0; row < num_rows; ++row)
-        work(i * num_rows + row, rows.token(row), Head<S>(rows, rows.item.first_head + i).query_head(row));
+        work(i * num_rows + row, first_head.token(row), first_head.at(i).query_head(row));
   };
   int64_t first_slot = std::numeric_limits<int64_t>::max(), end = 0;
   for (int64_t row = 0; row < num_rows; ++row) {
-    const int64_t token = rows.token(row);
-    const RowSlots& seen = room.seen[row] = {rows.first_slot(token), rows.plan.visible_lens[token], rows.end_slot(token)};
+    const int64_t token = first_head.token(row);
+    const RowSlots& seen = room.seen[row] = {first_head.first_slot(token), first_head.plan.visible_lens[token], first_head.end_slot(token)};
     first_slot = std::min(first_slot, seen.first), end = std::max(end, seen.end);
   }
   for_places([&](int64_t place, int64_t token, int64_t query_head) {
@@ -243,14 +243,14 @@ void attend_by_vectors(const ItemRows<S>& rows, const T* q, int64_t q_stride, T*
       for (int64_t d = 0; d < head_dim; ++d) narrow(widen(query[d]), &copy[d]);
   });
   const int64_t num_groups = (num_rows + kMostRows - 1) / kMostRows, group_rows = (num_rows + num_groups - 1) / num_groups;
-  Tile next = find_tile(rows, first_slot / kTile * kTile, end);
+  Tile next = find_tile(first_head, first_slot / kTile * kTile, end);
   while (next.count > 0) {
     const Tile tile = next;
-    next = find_tile(rows, tile.begin + kTile, end);
+    next = find_tile(first_head, tile.begin + kTile, end);
     for (int64_t i = 0; i < num_heads; ++i) {
-      const Head<S> head(rows, rows.item.first_head + i);
+      const Head<S> head = first_head.at(i);
       const int64_t i_ahead = i + kHeadsAhead < num_heads ? i + kHeadsAhead : std::min(i + kHeadsAhead - num_heads, num_heads - 1);
-      const Head<S> head_ahead(rows, rows.item.first_head + i_ahead);
+      const Head<S> head_ahead = first_head.at(i_ahead);
       const Tile& tile_ahead = i_ahead > i ? tile : next;
       Ahead<S> ahead{head_ahead.keys, head_ahead.values, tile_ahead.offsets, tile_ahead.count, head_dim, spec.is_latent ? 0 : value_dim};
       const X* keys[kTile];
@@ -315,12 +315,12 @@ void tree_attention(Member& member, const AttentionPlan& plan, const AttentionSp
   const int64_t num_items = items.size(), size = num_scores / std::max<int64_t>(num_items, 1) * spec.head_dim;
   member.share(num_items, size, [&](int64_t index) {
     with_stored<T>(kv, [&]<typename S>(S) {
-      const ItemRows<S> rows{plan, spec, items[index], kv};
+      const Head<S> head{plan, spec, items[index], kv};
 #ifdef TITAN_HAS_AMX
       if constexpr (std::is_same_v<T, BFloat16>)
-        if (takes_tiles(spec, kv)) return attend_by_tiles(rows, q, q_stride, output);
+        if (takes_tiles(spec, kv)) return attend_by_tiles(head, q, q_stride, output);
 #endif
-      attend_by_vectors(rows, q, q_stride, output);
+      attend_by_vectors(head, q, q_stride, output);
     });
   });
 }

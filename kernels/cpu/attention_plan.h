@@ -113,14 +113,20 @@ struct AttentionItem {
   int64_t num_heads;
 };
 
-// The rows of an item, counted from its first one, and what they attend to.
+// The rows of an item for one of its KV heads, counted from its first row, and what they attend to.
 template <typename S>
-struct ItemRows {
+struct Head {
   const AttentionPlan& plan;
   const AttentionSpec& spec;
   const AttentionItem& item;
   const KVLayer& kv; // of numbers of type S
+  int64_t kv_head = item.first_head;
   int64_t group = spec.num_heads / spec.num_kv_heads;
+  const S* keys = first_block<S>(kv, 0, kv_head);
+  const S* values = first_block<S>(kv, !spec.is_latent, kv_head); // the keys where they are latents
+
+  // Return the same for another head of the item.
+  Head at(int64_t index) const { return {plan, spec, item, kv, item.first_head + index, group}; }
 
   // Return how many positions the query `token` attends to.
   int64_t window(int64_t token) const { return spec.is_chunked ? plan.positions[token] % spec.window + 1 : spec.window; }
@@ -133,22 +139,9 @@ struct ItemRows {
     return std::min(std::max(plan.visible_lens[token], tree_end), plan.seq_lens[item.request]);
   }
 
-  int64_t num_rows() const { return item.num_rows; }
   int64_t token(int64_t row) const { return plan.query_start_loc[item.request] + (item.first_row + row) / group; }
+  int64_t query_head(int64_t row) const { return kv_head * group + (item.first_row + row) % group; }
   int64_t tree_start() const { return plan.tree_starts[item.request]; }
-};
-
-// Those of one KV head.
-template <typename S>
-struct Head : ItemRows<S> {
-  Head(const ItemRows<S>& rows, int64_t head)
-      : ItemRows<S>(rows), kv_head(head), keys(first_block<S>(rows.kv, 0, head)), values(first_block<S>(rows.kv, !rows.spec.is_latent, head)) {}
-
-  int64_t query_head(int64_t row) const { return kv_head * this->group + (this->item.first_row + row) % this->group; }
-
-  int64_t kv_head;
-  const S* keys;
-  const S* values; // the keys where they are latents
 };
 
 // What a row sees besides its ancestors, and one behind the last slot that it sees.
@@ -167,22 +160,22 @@ struct Tile {
 
 // Call `work` for each run of slots that lie side by side: the first, its end, the offset of their block, the first's place in it.
 template <typename S, typename Work>
-inline void for_runs(const ItemRows<S>& rows, int64_t begin, int64_t count, const Work& work) {
-  const int64_t block_size = rows.kv.block_size, *blocks = rows.plan.block_table + rows.item.request * rows.plan.table_width;
+inline void for_runs(const Head<S>& head, int64_t begin, int64_t count, const Work& work) {
+  const int64_t block_size = head.kv.block_size, *blocks = head.plan.block_table + head.item.request * head.plan.table_width;
   for (int64_t j = 0; j < count;) {
     const int64_t slot = begin + j, run_end = std::min(j + block_size - slot % block_size, count);
-    work(j, run_end, blocks[slot / block_size] * rows.kv.block_stride, slot % block_size);
+    work(j, run_end, blocks[slot / block_size] * head.kv.block_stride, slot % block_size);
     j = run_end;
   }
 }
 
 template <typename S>
-Tile find_tile(const ItemRows<S>& rows, int64_t begin, int64_t end) {
-  const int64_t head_dim = rows.spec.head_dim;
+Tile find_tile(const Head<S>& head, int64_t begin, int64_t end) {
+  const int64_t head_dim = head.spec.head_dim;
   Tile tile;
   tile.begin = begin;
   tile.count = std::max<int64_t>(std::min<int64_t>(kTile, end - begin), 0);
-  for_runs(rows, begin, tile.count, [&](int64_t j, int64_t run_end, int64_t block, int64_t place) {
+  for_runs(head, begin, tile.count, [&](int64_t j, int64_t run_end, int64_t block, int64_t place) {
     for (int64_t i = j; i < run_end; ++i) tile.offsets[i] = block + (place + i - j) * head_dim;
   });
   for (int64_t j = tile.count; j < kTile; ++j) tile.offsets[j] = tile.offsets[std::max<int64_t>(tile.count - 1, 0)];
@@ -211,13 +204,13 @@ inline int64_t nearest_ancestors(int64_t bits, int64_t window) {
 
 // Mask the scores of those slots of a tile that a row does not see.
 template <typename S>
-inline void hide(const ItemRows<S>& rows, int64_t row, RowSlots seen, const Tile& tile, float* scores) {
+inline void hide(const Head<S>& head, int64_t row, RowSlots seen, const Tile& tile, float* scores) {
   std::fill(scores + tile.count, scores + kTile, kMinusInfinity);
   if (tile.begin + tile.count <= seen.visible_len && tile.begin >= seen.first) return;
-  const int64_t token = rows.token(row);
-  const uint64_t bits = nearest_ancestors(rows.plan.ancestor_bits[token], rows.window(token));
+  const int64_t token = head.token(row);
+  const uint64_t bits = nearest_ancestors(head.plan.ancestor_bits[token], head.window(token));
   for (int64_t j = 0; j < tile.count; ++j) {
-    const int64_t slot = tile.begin + j, node = slot - rows.tree_start();
+    const int64_t slot = tile.begin + j, node = slot - head.tree_start();
     const bool is_context = slot < seen.visible_len && slot >= seen.first;
     const bool is_ancestor = node >= 0 && node < 64 && (bits >> node & 1);
     if (!is_context && !is_ancestor) scores[j] = kMinusInfinity;
@@ -232,7 +225,7 @@ struct TileScales {
 
 inline TileScales find_scales(const Head<int8_t>& head, const Tile& tile) {
   TileScales scales;
-  for_runs<int8_t>(head, tile.begin, tile.count, [&](int64_t j, int64_t run_end, int64_t block, int64_t place) {
+  for_runs(head, tile.begin, tile.count, [&](int64_t j, int64_t run_end, int64_t block, int64_t place) {
     const int64_t offset = block + head.kv.block_size * head.spec.head_dim + place * sizeof(float);
     std::memcpy(scales.keys + j, head.keys + offset, (run_end - j) * sizeof(float));
     std::memcpy(scales.values + j, head.values + offset, (run_end - j) * sizeof(float));
