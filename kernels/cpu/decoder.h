@@ -60,62 +60,44 @@ inline float normed(T x, float factor, W weight) {
   return widen(rounded) * widen(weight);
 }
 
-template <typename T, typename W>
-void norm_row(const T* x, const W* weight, T* output, int64_t size, float eps) {
+// Apply an RMSNorm to a row; its weights, from `first` on, are of type float if they are wide.
+template <typename T>
+void norm_row(const T* x, const void* weights, int64_t first, bool are_wide, T* output, int64_t size, float eps) {
   const float factor = inverse_rms(x, size, eps);
+  const auto norm = [&](const auto* weight) {
 #pragma omp simd
-  for (int64_t i = 0; i < size; ++i) narrow(normed(x[i], factor, weight[i]), &output[i]);
-}
-
-template <typename T, typename W>
-void rms_norm(Member& member, const T* x, const W* weight, T* output, int64_t num_rows, int64_t size, float eps) {
-  member.share(num_rows, size, [&](int64_t row) { norm_row(x + row * size, weight, output + row * size, size, eps); });
-}
-
-// Do something with a number of the type of norms' weights, which is float if they are wide.
-template <typename T, typename Work>
-inline void with_weights(int64_t are_wide, const Work& work) {
-  are_wide ? work(float{}) : work(T{});
+    for (int64_t i = 0; i < size; ++i) narrow(normed(x[i], factor, weight[i]), &output[i]);
+  };
+  are_wide ? norm(static_cast<const float*>(weights) + first) : norm(static_cast<const T*>(weights) + first);
 }
 
 template <typename T>
-void run_norm(Team* team, const T* x, const void* weight, int64_t is_wide, T* output, int64_t num_rows, int64_t size, float eps) {
-  with_weights<T>(is_wide, [&]<typename W>(W) {
-    const auto norm = [&](Member& member) { rms_norm(member, x, static_cast<const W*>(weight), output, num_rows, size, eps); };
-    team->run(norm, num_rows * size);
-  });
+void run_norm(Team* team, const T* x, const void* weights, int64_t are_wide, T* output, int64_t num_rows, int64_t size, float eps) {
+  share(team, num_rows, size, [&](int64_t row) { norm_row(x + row * size, weights, 0, are_wide, output + row * size, size, eps); });
 }
 
-// Add the RMSNorm of x to the residual stream; x is overwritten.
-template <typename T, typename W>
-void add_norm(Member& member, T* x, const W* weight, T* stream, int64_t num_rows, int64_t size, float eps) {
-  member.share(num_rows, size, [&](int64_t row) {
-    T *added = x + row * size, *sum = stream + row * size;
-    norm_row(added, weight, added, size, eps);
-#pragma omp simd
-    for (int64_t i = 0; i < size; ++i) narrow(widen(sum[i]) + widen(added[i]), &sum[i]);
-  });
-}
-
-// Norm and rotate queries and keys, and write keys and values to their slots. Norms' weights are of type W.
-template <typename T, typename W>
-void rope_and_write_kv(Member& member, const DecoderLayer& layer, T* qkv, const int64_t* positions, const int64_t* slots,
-                       int64_t num_tokens, float eps) {
+// Norm and rotate queries and keys, and write keys and values to their slots.
+template <typename T>
+void rope_and_write_kv(Member& member, const DecoderLayer& layer, bool has_wide_norms, T* qkv, const int64_t* positions,
+                       const int64_t* slots, int64_t num_tokens, float eps) {
   const int64_t num_heads = layer.attention.num_heads, num_kv_heads = layer.attention.num_kv_heads, head_dim = layer.attention.head_dim;
   const int64_t num_qk_heads = num_heads + num_kv_heads, token_size = (num_qk_heads + num_kv_heads) * head_dim;
   const int64_t half = head_dim / 2, q_size = num_heads * head_dim, k_size = num_kv_heads * head_dim;
   const T* rope_table = static_cast<const T*>(layer.rope_table);
-  const W *row_norm = static_cast<const W*>(layer.row_norm), *qk_norm = static_cast<const W*>(layer.qk_norm);
+  const auto norm = [&](T* x, const void* weights, int64_t first, int64_t size) {
+    if (weights) norm_row(x, weights, first, has_wide_norms, x, size, eps);
+  };
   with_stored<T>(layer.kv, [&]<typename S>(S) {
     member.share(num_tokens, token_size, [&](int64_t token) {
       const T* cos = rope_table + positions[token] * 2 * head_dim;
       const T* sin = cos + head_dim; // its first half is negated
       T *q = qkv + token * token_size, *k = q + q_size;
-      if (row_norm) norm_row(q, row_norm, q, q_size, eps), norm_row(k, row_norm + q_size, k, k_size, eps);
+      norm(q, layer.row_norm, 0, q_size);
+      norm(k, layer.row_norm, q_size, k_size);
       for (int64_t i = 0; i < num_qk_heads + num_kv_heads; ++i) {
         T* x = q + i * head_dim;
         if (i < num_qk_heads) {
-          if (qk_norm) norm_row(x, qk_norm + i * head_dim, x, head_dim, eps);
+          norm(x, layer.qk_norm, i * head_dim, head_dim);
 #pragma omp simd
           for (int64_t d = 0; d < half; ++d) {
             const float low = widen(x[d]), high = widen(x[d + half]);
@@ -131,13 +113,10 @@ void rope_and_write_kv(Member& member, const DecoderLayer& layer, T* qkv, const 
 }
 
 template <typename T>
-void run_rope(Team* team, const DecoderLayer& layer, int64_t is_wide, T* qkv, const int64_t* positions, const int64_t* slots,
+void run_rope(Team* team, const DecoderLayer& layer, int64_t has_wide_norms, T* qkv, const int64_t* positions, const int64_t* slots,
               int64_t num_tokens, float eps) {
-  const AttentionSpec& heads = layer.attention;
-  with_weights<T>(is_wide, [&]<typename W>(W) {
-    const int64_t size = num_tokens * (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim;
-    team->run([&](Member& member) { rope_and_write_kv<T, W>(member, layer, qkv, positions, slots, num_tokens, eps); }, size);
-  });
+  const int64_t size = num_tokens * (layer.attention.num_heads + 2 * layer.attention.num_kv_heads) * layer.attention.head_dim;
+  team->run([&](Member& member) { rope_and_write_kv(member, layer, has_wide_norms, qkv, positions, slots, num_tokens, eps); }, size);
 }
 
 // Write rows of keys or of values; the numbers of a row lie side by side.
@@ -231,18 +210,22 @@ void forward(const Decoder& decoder, const AttentionPlan& plan, const int64_t* t
   const std::vector<AttentionItem> items = attention_items(plan, heads, team.num_threads());
 
   team.run([&](Member& member) {
-    const auto norm = [&](const T* x, const void* weight, T* result, int64_t count) -> const T* { // what a part of a layer reads
-      if (!weight) return x;
-      with_weights<T>(decoder.has_wide_norms, [&]<typename W>(W) {
-        rms_norm(member, x, static_cast<const W*>(weight), result, count, size, decoder.eps);
-      });
-      return result;
+    const auto norm_of = [&](const T* x, const void* weights, T* result) {
+      norm_row(x, weights, 0, decoder.has_wide_norms, result, size, decoder.eps);
+    };
+    const auto norm = [&](const T* x, const void* weights, T* results, int64_t count) -> const T* { // what a part of a layer reads
+      if (!weights) return x;
+      member.share(count, size, [&](int64_t row) { norm_of(x + row * size, weights, results + row * size); });
+      return results;
     };
     const auto add = [&](const Weight& weight, const T* rows, const void* norm, T* x, int64_t count) { // to the stream
       if (!norm) return linear(member, weight, rows, count, x, x, room);
       linear<T>(member, weight, rows, count, nullptr, normed, room);
-      with_weights<T>(decoder.has_wide_norms, [&]<typename W>(W) {
-        add_norm(member, normed, static_cast<const W*>(norm), x, count, size, decoder.eps);
+      member.share(count, size, [&](int64_t row) {
+        T *added = normed + row * size, *sum = x + row * size;
+        norm_of(added, norm, added);
+#pragma omp simd
+        for (int64_t i = 0; i < size; ++i) narrow(widen(sum[i]) + widen(added[i]), &sum[i]);
       });
     };
     T *stream_rows = stream, *attended_rows = attended;
@@ -253,9 +236,7 @@ void forward(const Decoder& decoder, const AttentionPlan& plan, const int64_t* t
       for_parts(num_tokens, kPartRows, [&](int64_t first, int64_t count) {
         T* rows = qkv + first * qkv_size;
         linear<T>(member, layer.qkv, norm(stream + first * size, layer.input_norm, normed, count), count, nullptr, rows, room);
-        with_weights<T>(decoder.has_wide_norms, [&]<typename W>(W) {
-          rope_and_write_kv<T, W>(member, layer, rows, plan.positions + first, slots + first, count, decoder.eps);
-        });
+        rope_and_write_kv(member, layer, decoder.has_wide_norms, rows, plan.positions + first, slots + first, count, decoder.eps);
       });
       tree_attention(member, plan, layer.attention, items, qkv, qkv_size, layer.kv, attended);
       if (i + 1 == decoder.num_layers && num_kept < num_tokens) { // the other rows have written their KV: they are done
