@@ -10,6 +10,8 @@
 
 #pragma once
 
+#include <numeric>
+
 #include "product.h"
 
 #if defined(__AVX512BW__) || defined(__AVX2__)
@@ -230,47 +232,40 @@ inline bool has_codes() {
 #endif
 }
 
-// Choose the palettes of rows [num_rows, depth], a multiple of kBlock rows, from `first_block` of the weight on, and write the headers
-// but for the place of the rare weights.
-inline void choose_palettes(Team* team, const uint16_t* rows, int64_t num_rows, int64_t depth, int64_t first_block,
-                            CodeHeader* headers) {
-  share(team, num_rows / kBlock, kBlock * depth, [&](int64_t block) {
-    const uint16_t* numbers = rows + block * kBlock * depth;
+// Code rows [num_rows, depth] of a weight, a multiple of kBlock of them, from `first_block` on: headers and codes of all blocks go to
+// `blocks`, their rare weights behind them, block by block as they come. `num_rare` counts these; those above `most_rare` are lost.
+template <int Bits>
+void make_codes(Team* team, const uint16_t* rows, int64_t num_rows, int64_t depth, int64_t first_block, uint8_t* blocks,
+                int64_t num_blocks, int64_t most_rare, int64_t* num_rare) {
+  share(team, num_rows / kBlock, kBlock * depth, [&](int64_t index) {
+    const uint16_t* weights = rows + index * kBlock * depth;
     int64_t frequencies[256] = {};
-    for (int64_t i = 0; i < kBlock * depth; ++i) ++frequencies[numbers[i] >> 8];
-    uint8_t bytes[256];
-    for (int i = 0; i < 256; ++i) bytes[i] = static_cast<uint8_t>(i);
+    for (int64_t i = 0; i < kBlock * depth; ++i) ++frequencies[weights[i] >> 8];
+    uint8_t bytes[256], numbers[256]; // the palette, then other bytes; and the number of each
+    std::iota(bytes, bytes + 256, uint8_t{});
     std::partial_sort(bytes + 1, bytes + kPalette, bytes + 256, [&](uint8_t a, uint8_t b) {
       return frequencies[a] != frequencies[b] ? frequencies[a] > frequencies[b] : a < b;
     });
-    CodeHeader& header = headers[first_block + block] = {};
+    for (int i = 0; i < 256; ++i) numbers[bytes[i]] = static_cast<uint8_t>(std::min(i, kPalette));
+
+    uint8_t* start = blocks + (first_block + index) * Codes<Bits>::num_bytes(depth);
+    CodeHeader header = {};
     std::copy_n(bytes, kPalette, header.palette);
     for (int i = kPalette; i < 256; ++i) header.num_rare += frequencies[bytes[i]];
-  });
-}
-
-// Code rows [num_rows, depth] from `first_block` on. `headers` are complete; `blocks` is where those of all blocks and their codes go.
-template <int Bits>
-void make_codes(Team* team, const uint16_t* rows, int64_t num_rows, int64_t depth, int64_t first_block, const CodeHeader* headers,
-                uint8_t* blocks) {
-  share(team, num_rows / kBlock, kBlock * depth, [&](int64_t index) {
-    const CodeHeader& header = headers[first_block + index];
-    uint8_t* start = blocks + (first_block + index) * Codes<Bits>::num_bytes(depth);
+    const int64_t first_rare = std::atomic_ref(*num_rare).fetch_add(header.num_rare);
+    if (first_rare + header.num_rare > most_rare) return;
+    header.rare_offset = blocks + num_blocks * Codes<Bits>::num_bytes(depth) - start + first_rare * sizeof(RareWeight);
     std::memcpy(start, &header, sizeof header);
     RareWeight* rare = reinterpret_cast<RareWeight*>(start + header.rare_offset);
     uint8_t* unit = start + sizeof header;
-    constexpr uint8_t kRare = kPalette;
-    uint8_t numbers[256];
-    std::fill_n(numbers, 256, kRare);
-    for (uint8_t i = 0; i < kPalette; ++i) numbers[header.palette[i]] = i;
     for (int64_t first = 0; first < depth; first += kUnitInputs, unit += Codes<Bits>::kUnitBytes) {
       std::fill_n(unit, Codes<Bits>::kUnitBytes, uint8_t{});
       for (int64_t output = 0; output < kBlock; ++output)
         for (int64_t input = first; input < first + kUnitInputs; ++input) {
-          const uint16_t bits = rows[(index * kBlock + output) * depth + input];
+          const uint16_t bits = weights[output * depth + input];
           const CodePlace place(input, output);
           const uint8_t number = numbers[bits >> 8];
-          if (number == kRare) {
+          if (number == kPalette) {
             *rare++ = {static_cast<int32_t>(input), static_cast<uint16_t>(output), {bits}};
             continue; // 0.0
           }

@@ -33,7 +33,6 @@ const void* find(std::string_view name) {
       {"make_team", reinterpret_cast<const void*>(make_team)},
       {"free_team", at<free_team>()},
       {"has_codes", reinterpret_cast<const void*>(has_codes)},
-      {"choose_palettes", at<choose_palettes>()},
       {"make_codes_8", at<make_codes<8>>()},
       {"make_codes_12", at<make_codes<12>>()},
       {"linear", at<run_linear<T>>()},

@@ -36,9 +36,6 @@ PAIR_INPUTS = 32
 CHUNK_ROWS = 256
 """Outputs that are packed together: little memory is needed at a time, and there is work for all threads."""
 
-PALETTE = 16
-"""``kPalette`` of the C++."""
-
 CODE_BITS = {torch.uint8: 12, torch.int8: 8}
 """Bits of a weight in codes, by the dtype of packed weights."""
 
@@ -101,26 +98,18 @@ def round_to_8_bits(weight: Tensor) -> None:
 
 def _make_codes(weight: Tensor, kernels: CompiledKernels) -> Tensor | None:
     """Return a weight in codes; ``None`` if too many of its numbers are rare."""
-    (num_rows, depth), arguments = (_round_up(size, PAIR_INPUTS) for size in weight.shape), (POINTER, INT, INT, INT)
+    num_rows, depth = (_round_up(size, PAIR_INPUTS) for size in weight.shape)
     pieces = (each for _, rows in _pieces(weight, torch.bfloat16, num_rows, depth) for each in rows.split(CHUNK_ROWS))
     dtype = torch.uint8 if any((each.view(torch.int16) & 15).any() for each in pieces) else torch.int8
-    num_blocks = num_rows // BLOCK
-    headers = torch.empty(num_blocks, HEADER_BYTES, dtype=torch.uint8)
-    choose = kernels.function("choose_palettes", None, *arguments, POINTER)
+    num_blocks, most_rare, num_rare = num_rows // BLOCK, int(MAX_RARE * weight.numel()), torch.zeros(1, dtype=torch.int64)
+    num_bytes = num_blocks * (HEADER_BYTES + BLOCK * depth * CODE_BITS[dtype] // 8)
+    coded = torch.empty(num_bytes + most_rare * RARE_BYTES, dtype=dtype)
+    use_huge_pages(coded.data_ptr(), num_bytes)
+    make = kernels.function(f"make_codes_{CODE_BITS[dtype]}", None, POINTER, *[INT] * 3, POINTER, INT, INT, POINTER)
     for first, rows in _pieces(weight, torch.bfloat16, num_rows, depth):
-        choose(rows.data_ptr(), len(rows), depth, first // BLOCK, headers.data_ptr())
-    offsets, counts = headers.view(torch.int64)[:, PALETTE // 8 : PALETTE // 8 + 2].T
-    num_rare = int(counts.sum())
-    if num_rare > MAX_RARE * weight.numel():
-        return None
-    block_bytes = HEADER_BYTES + BLOCK * depth * CODE_BITS[dtype] // 8
-    offsets.copy_((counts.cumsum(0) - counts) * RARE_BYTES + torch.arange(num_blocks, 0, -1) * block_bytes)
-    coded = torch.empty(num_blocks * block_bytes + num_rare * RARE_BYTES, dtype=dtype)
-    use_huge_pages(coded.data_ptr(), coded.nbytes)
-    make = kernels.function(f"make_codes_{CODE_BITS[dtype]}", None, *arguments, POINTER, POINTER)
-    for first, rows in _pieces(weight, torch.bfloat16, num_rows, depth):
-        make(rows.data_ptr(), len(rows), depth, first // BLOCK, headers.data_ptr(), coded.data_ptr())
-    return coded[: num_blocks * block_bytes].view(num_rows, -1)[: len(weight)]
+        place = first // BLOCK, coded.data_ptr(), num_blocks
+        make(rows.data_ptr(), len(rows), depth, *place, most_rare, num_rare.data_ptr())
+    return coded[:num_bytes].view(num_rows, -1)[: len(weight)] if int(num_rare) <= most_rare else None
 
 
 def _pieces(weight: Tensor, dtype: torch.dtype, num_rows: int, num_inputs: int) -> Iterator[tuple[int, Tensor]]:
