@@ -11,7 +11,7 @@ from torch import Tensor
 from titan.core.attention import AttentionSpec
 from titan.core.batch import AttentionLayout
 from titan.kernels.cpu.compiled import FLOAT, INT, POINTER, CompiledKernels
-from titan.kernels.cpu.structs import LayerStruct, PlanStruct, SpecStruct, kv_struct, plan_struct, spec_struct
+from titan.kernels.cpu.structs import LayerStruct, SpecStruct, kv_struct, plan_struct, spec_struct
 from titan.kernels.cpu.weights import is_packed, pack_weight, round_to_8_bits, weight_struct
 from titan.kernels.interfaces import TokenPlaces
 from titan.kernels.torch.layers import TorchOps
@@ -65,11 +65,11 @@ class CompiledOps(TorchOps):
         self._multiply(ctypes.addressof(struct), x.data_ptr(), len(x), None, output.data_ptr())
         return output
 
-    def plan_attention(self, layout: AttentionLayout) -> PlanStruct:
+    def plan_attention(self, layout: AttentionLayout) -> ctypes.Structure:
         return plan_struct(layout)
 
     def tree_attention(
-        self, q: Tensor, kv_layer: Tensor, plan: PlanStruct, spec: AttentionSpec, sinks: Tensor | None = None
+        self, q: Tensor, kv_layer: Tensor, plan: ctypes.Structure, spec: AttentionSpec, sinks: Tensor | None = None
     ) -> Tensor:
         assert q.dtype == self._dtype and (sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous()))
         num_tokens, num_heads, head_dim = q.shape

@@ -20,7 +20,7 @@ from titan.core.kv_tensor import KVTensor
 from titan.core.trees import DraftTrees, GrowthReport, NodeColumns, allocate_nodes
 from titan.kernels.cpu.compiled import BOOL, FLOAT32, INT, INT32, POINTER, CompiledKernels, address
 from titan.kernels.cpu.structs import (
-    LAYER_NORMS,
+    LAYER_TENSORS,
     TREE_GROWTH,
     DecoderStruct,
     GrowingStruct,
@@ -68,8 +68,8 @@ class CompiledRunner(TorchRunner):
         kernels: CompiledKernels,
         model: Model,
         kv: KVTensor,
-        decoder: DecoderStruct,
-        layers: Sequence[LayerStruct],
+        decoder: ctypes.Structure,
+        layers: Sequence[ctypes.Structure],
     ) -> None:
         super().__init__(backend, model, kv)
         self._forward = kernels.plain_function("forward", model.dtype, *[POINTER] * 5, INT, POINTER)
@@ -181,7 +181,7 @@ def make_compiled_runner(backend: Backend, kernels: CompiledKernels, model: Any,
             weight_struct(weights.gate_up_weight, weights.gate_up_bias, config.hidden_size),
             weight_struct(weights.down_weight, weights.down_bias, weights.gate_up_weight.shape[0] // 2),
         )
-        tensors = [*(getattr(weights, name) for name in LAYER_NORMS), weights.rope_table]
+        tensors = [getattr(weights, name) for name in LAYER_TENSORS]
         layers.append(layer_struct(tensors, linear, kv_layer, layer))
     decoder = DecoderStruct(
         hidden_size=config.hidden_size,

@@ -1,9 +1,11 @@
-"""Structs that the C++ of this folder takes for passes of a decoder, its layers, and the growth of draft trees."""
+"""Structs that the C++ of this folder takes for passes of a decoder, its layers, and trees, as its headers declare them."""
 
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,111 +14,47 @@ from torch import Tensor
 from titan.core.attention import AttentionSpec, Chunk, LayerSpec, window_length
 from titan.core.batch import AttentionLayout
 from titan.core.kv_tensor import SCALE_BYTES
-from titan.core.trees import NodeColumns
 from titan.kernels.cpu.compiled import FLOAT, INT, POINTER, address
-from titan.kernels.cpu.weights import WeightStruct
-
-LAYER_NORMS = ("input_norm", "gate_up_norm", "output_norm", "down_norm", "qk_norm", "row_norm")
-"""Names in `titan.models.layers.LayerWeights`, in the order of the C++."""
-
 
 NO_WINDOW = 2**40
 """Size of a window that hides nothing."""
 
-ARRAYS = ("query_start_loc", "seq_lens", "tree_starts", "block_table", "positions", "visible_lens", "ancestor_bits")
-"""Names in `titan.core.batch.AttentionLayout`, in the order of the C++."""
+_HEADERS = "".join(file.read_text(encoding="utf-8") for file in sorted(Path(__file__).parent.glob("*.h")))
+_INTEGERS = {"int64_t": INT, "int32_t": ctypes.c_int32, "uint64_t": ctypes.c_uint64, "WeightFormat": INT}
+
+STRUCTS: dict[str, type[ctypes.Structure]] = {}
+"""All structs that Python fills in, by their names in the C++."""
 
 
-class PlanStruct(ctypes.Structure):
-    """``AttentionPlan`` of the C++."""
-
-    _fields_ = [("num_requests", INT), ("table_width", INT), *((name, POINTER) for name in ARRAYS)]
-    layout: AttentionLayout  # whose arrays it points to
-
-
-class SpecStruct(ctypes.Structure):
-    """``AttentionSpec`` of the C++."""
-
-    _fields_ = [
-        *((name, INT) for name in ("num_heads", "num_kv_heads", "head_dim")),
-        ("scale", FLOAT),
-        ("softcap", FLOAT),
-        *((name, INT) for name in ("window", "is_chunked", "value_dim", "is_latent")),
-        ("sinks", POINTER),
-    ]
+def _declared(name: str) -> type[ctypes.Structure]:
+    """Return a struct of the C++, which declares one field a line; the structs in it must be in `STRUCTS`."""
+    types = {**_INTEGERS, "float": FLOAT, "double": ctypes.c_double, **STRUCTS}
+    [body] = re.findall(rf"^struct {name} {{\n(.*?)^}};", _HEADERS, re.MULTILINE | re.DOTALL)
+    fields = re.findall(r"^  (?:const )?(\w+)(\*?) (\w+);", body, re.MULTILINE)
+    members = {"_fields_": [(field, POINTER if star else types[kind]) for kind, star, field in fields]}
+    return STRUCTS.setdefault(name, type(name, (ctypes.Structure,), members))
 
 
-class KVLayerStruct(ctypes.Structure):
-    """``KVLayer`` of the C++."""
+WeightStruct = _declared("Weight")
+KVLayerStruct = _declared("KVLayer")
+PlanStruct = _declared("AttentionPlan")
+SpecStruct = _declared("AttentionSpec")
+LayerStruct = _declared("DecoderLayer")
+DecoderStruct = _declared("Decoder")
+NodeColumnsStruct = _declared("NodeColumns")
+WorthStruct = _declared("Worth")
+TREE_GROWTH = np.dtype(_declared("TreeGrowth"))
+GrowingStruct = _declared("Growing")
+TreesStruct = _declared("VerifiedTrees")
 
-    _fields_ = [
-        ("data", POINTER),
-        *((name, INT) for name in ("plane_stride", "head_stride", "block_stride", "block_size", "is_quantised")),
-    ]
+ARRAYS = [name for name, kind, *_ in PlanStruct._fields_ if kind is POINTER]
+"""Names in `titan.core.batch.AttentionLayout`."""
 
-
-class LayerStruct(ctypes.Structure):
-    """``DecoderLayer`` of the C++."""
-
-    _fields_ = [
-        *((name, POINTER) for name in (*LAYER_NORMS, "rope_table")),
-        ("qkv", WeightStruct),
-        ("output", WeightStruct),
-        ("gate_up", WeightStruct),
-        ("down", WeightStruct),
-        ("kv", KVLayerStruct),
-        ("attention", SpecStruct),
-    ]
+LAYER_TENSORS = [name for name, kind, *_ in LayerStruct._fields_ if kind is POINTER]
+"""Names in `titan.models.layers.LayerWeights`."""
 
 
-class DecoderStruct(ctypes.Structure):
-    """``Decoder`` of the C++."""
-
-    _fields_ = [
-        *((name, INT) for name in ("num_layers", "hidden_size", "vocab_size", "has_gelu", "has_wide_norms")),
-        ("eps", FLOAT),
-        ("embedding_scale", FLOAT),
-        *((name, POINTER) for name in ("embedding", "final_norm", "layers", "team")),
-        ("head", WeightStruct),
-    ]
-
-
-WORTH = np.dtype([(name, "f4") for name in ("agreement", "acceptance", "node_price", "row_price", "pass_price")])
-"""``Worth`` of the C++."""
-
-TREE_GROWTH = np.dtype(
-    [
-        *((name, "i8") for name in ("parents", "root", "depth", "width", "num_children", "max_nodes", "row", "first_probs")),
-        ("seed", "u8"),
-        ("temperature", "f4"),
-        ("is_sampled", "i4"),
-        ("worth", WORTH),
-    ],
-    align=True,
-)
-"""``TreeGrowth`` of the C++; ``parents`` is an address, or 0."""
-
-
-class NodeColumnsStruct(ctypes.Structure):
-    """``NodeColumns`` of the C++."""
-
-    _fields_ = [(name, POINTER) for name in NodeColumns._fields]
-
-
-class GrowingStruct(ctypes.Structure):
-    """``Growing`` of the C++."""
-
-    _fields_ = [
-        *((name, INT) for name in ("num_requests", "table_width", "target_vocab_size")),
-        *((name, POINTER) for name in ("growths", "block_table", "fed_tokens", "num_fed")),
-        ("nodes", NodeColumnsStruct),
-        *((name, POINTER) for name in ("draft_rows", "counts", "is_chain", "probs", "first_scores")),
-        *((name, INT) for name in ("num_passes", "num_rows")),
-        ("pass_seconds", ctypes.c_double),
-    ]
-
-
-def kv_struct(kv_layer: Tensor, head_dim: int) -> KVLayerStruct:
+def kv_struct(kv_layer: Tensor, head_dim: int) -> ctypes.Structure:
     """Return the cache of a layer, [num_planes, num_kv_heads, num_blocks, ...], as the library reads it; it must outlive that."""
     is_quantised = kv_layer.dtype == torch.int8
     block_size = kv_layer.shape[3] // (head_dim + SCALE_BYTES) if is_quantised else kv_layer.shape[3]
@@ -125,7 +63,7 @@ def kv_struct(kv_layer: Tensor, head_dim: int) -> KVLayerStruct:
 
 def spec_struct(
     spec: AttentionSpec, num_heads: int, num_kv_heads: int, head_dim: int, is_latent: bool, sinks: Tensor | None
-) -> SpecStruct:
+) -> ctypes.Structure:
     """Return what the attention of a layer computes as the library reads it; the sinks must outlive it."""
     is_chunked, window = isinstance(spec.window, Chunk), NO_WINDOW if spec.window is None else window_length(spec.window)
     value_dim = head_dim if spec.value_dim is None else spec.value_dim
@@ -133,7 +71,7 @@ def spec_struct(
     return SpecStruct(*numbers, None if sinks is None else sinks.data_ptr())
 
 
-def plan_struct(layout: AttentionLayout) -> PlanStruct:
+def plan_struct(layout: AttentionLayout) -> ctypes.Structure:
     """Return a batch as the library reads it; the layout lives as long as that."""
     arrays = (address(getattr(layout, name)) for name in ARRAYS)
     plan = PlanStruct(len(layout.seq_lens), layout.block_table.shape[1], *arrays)
@@ -142,12 +80,12 @@ def plan_struct(layout: AttentionLayout) -> PlanStruct:
 
 
 def layer_struct(
-    tensors: Sequence[Tensor | None], weights: Sequence[WeightStruct], kv_layer: Tensor, spec: LayerSpec
-) -> LayerStruct:
+    tensors: Sequence[Tensor | None], weights: Sequence[ctypes.Structure], kv_layer: Tensor, spec: LayerSpec
+) -> ctypes.Structure:
     """Return a layer as the library reads it; the tensors must outlive it.
 
     Args:
-        tensors: its `LAYER_NORMS`, and its rope table.
+        tensors: its `LAYER_TENSORS`.
         weights: qkv, output, gate and up, down.
         kv_layer: [2, num_kv_heads, num_blocks, ...], see `titan.core.kv_tensor.KVTensor`.
         spec: of its heads and their attention.

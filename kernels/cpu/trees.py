@@ -12,18 +12,9 @@ from titan.core.sampling_rows import OPTIONS, SamplingRows
 from titan.core.trees import DraftTrees, Upload
 from titan.kernels.cpu.compiled import BOOL, COMPILED_DTYPES, INT, POINTER, CompiledKernels, address
 from titan.kernels.cpu.sampling import CompiledSampling, readable
+from titan.kernels.cpu.structs import TreesStruct
 from titan.kernels.interfaces import Verified
 from titan.kernels.torch.trees import TorchTrees
-
-
-class TreesStruct(ctypes.Structure):
-    """``VerifiedTrees`` of the C++."""
-
-    _fields_ = [
-        *((name, INT) for name in ("num_trees", "max_depth", "holds_probs")),
-        *((name, POINTER) for name in ("rows", "start_loc", "is_sampled", "options", "token_ids", "parents")),
-        *((name, POINTER) for name in ("draft_probs", "draft_rows", "paths", "final_tokens")),
-    ]
 
 
 class CompiledTrees(TorchTrees):

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan.kernels.cpu.compiled import INT, POINTER, CompiledKernels
+from titan.kernels.cpu.structs import WeightStruct
 from titan.kernels.torch.backend import using_threads
 
 BLOCK = 16
@@ -56,12 +57,6 @@ NUMBERS = {torch.uint32: torch.float32, torch.uint16: torch.float16, torch.int32
 
 HUGE_PAGE_BYTES = 2**21
 MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25  # of <linux/mman.h>; the latter since Linux 6.1
-
-
-class WeightStruct(ctypes.Structure):
-    """``Weight`` of the C++."""
-
-    _fields_ = [("data", POINTER), ("bias", POINTER), ("num_outputs", INT), ("num_inputs", INT), ("format", INT)]
 
 
 def pack_weight(weight: Tensor, kernels: CompiledKernels) -> Tensor:
@@ -129,7 +124,7 @@ def is_packed(weight: Tensor) -> bool:
     return weight.dtype in FORMATS
 
 
-def weight_struct(packed: Tensor, bias: Tensor | None, num_inputs: int) -> WeightStruct:
+def weight_struct(packed: Tensor, bias: Tensor | None, num_inputs: int) -> ctypes.Structure:
     """Return how the library reads a packed weight and a bias [out_features]; both must outlive the result."""
     pointer = None if bias is None else bias.data_ptr()
     return WeightStruct(packed.data_ptr(), pointer, len(packed), num_inputs, FORMATS[packed.dtype])

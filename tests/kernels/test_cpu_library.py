@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from ctypes import sizeof
 from errno import ENOSPC
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,9 @@ import pytest
 
 from titan.core.sampling_rows import OPTIONS
 from titan.kernels.cpu import library as cpu_library
-from titan.kernels.cpu import structs, trees
+from titan.kernels.cpu import structs
 from titan.kernels.cpu.kinds import KINDS, Kind
 from titan.kernels.cpu.library import load_library
-from titan.kernels.cpu.weights import WeightStruct
 
 *_, AVX512, AVX2, NATIVE = KINDS
 COMPILER = next(filter(shutil.which, cpu_library.COMPILERS), None)
@@ -165,32 +163,14 @@ def test_each_kind_has_a_file_of_its_own_with_its_instructions(tmp_path: Path) -
     assert [load_library(kind).library.number() for kind in (AVX512, AVX2)] == [512, 2]  # type: ignore[union-attr]
 
 
-STRUCTS: dict[str, Any] = {  # of the C++
-    "AttentionPlan": structs.PlanStruct,
-    "AttentionSpec": structs.SpecStruct,
-    "Decoder": structs.DecoderStruct,
-    "DecoderLayer": structs.LayerStruct,
-    "Growing": structs.GrowingStruct,
-    "KVLayer": structs.KVLayerStruct,
-    "NodeColumns": structs.NodeColumnsStruct,
-    "Options": OPTIONS,
-    "TreeGrowth": structs.TREE_GROWTH,
-    "VerifiedTrees": trees.TreesStruct,
-    "Weight": WeightStruct,
-    "Worth": structs.WORTH,
-}
-
-
 def test_structs_are_in_python_as_in_the_c_plus_plus(tmp_path: Path) -> None:
     """Each field is where the library reads it, and none is missing."""
     lines = [f'#include "{Path(structs.__file__).with_name("growth.h")}"', "#include <cstddef>"]
-    for name, struct in STRUCTS.items():
-        if isinstance(struct, np.dtype):
-            size, offsets = struct.itemsize, {field: offset for field, (_, offset, *_) in (struct.fields or {}).items()}
-        else:
-            size, offsets = sizeof(struct), {field: getattr(struct, field).offset for field, *_ in struct._fields_}
-        lines.append(f"static_assert(sizeof({name}) == {size});")
-        lines += [f"static_assert(offsetof({name}, {field}) == {offset});" for field, offset in offsets.items()]
+    for name, struct in [*structs.STRUCTS.items(), ("Options", OPTIONS)]:
+        layout = np.dtype(struct)
+        lines.append(f"static_assert(sizeof({name}) == {layout.itemsize});")
+        fields = (layout.fields or {}).items()
+        lines += [f"static_assert(offsetof({name}, {field}) == {offset});" for field, (_, offset, *_) in fields]
     (tmp_path / "layouts.cpp").write_text("\n".join(lines), encoding="utf-8")
     assert COMPILER is not None
     command = [COMPILER, *cpu_library.FLAGS, "-fsyntax-only", str(tmp_path / "layouts.cpp")]
