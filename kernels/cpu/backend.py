@@ -17,7 +17,7 @@ from titan.core.kv_tensor import KVTensor
 from titan.kernels.cpu.cache import HostCache
 from titan.kernels.cpu.compiled import COMPILED_DTYPES, CompiledKernels
 from titan.kernels.cpu.layers import CompiledOps
-from titan.kernels.cpu.runner import OP_TRAITS, make_compiled_runner
+from titan.kernels.cpu.runner import OP_TRAITS, CompiledRunner, is_one_call
 from titan.kernels.cpu.sampling import CompiledSampling
 from titan.kernels.cpu.trees import CompiledTrees
 from titan.kernels.interfaces import LayerOps, PassCounts, PassLimits, Runner
@@ -60,8 +60,8 @@ class CpuBackend(TorchBackend):
                     "a model runs in %s, for which nothing is compiled: many times slower than float32 and bfloat16", model.dtype
                 )
             self._torch_models.add(model)
-        if model.dtype in COMPILED_DTYPES and (runner := make_compiled_runner(self, self._kernels, model, kv)) is not None:
-            return runner
+        if is_one_call(model, kv):
+            return CompiledRunner(self, self._kernels, model, kv)
         return super().prepare(model, kv, limits, counts)
 
     def download(self, tensors: Sequence[Tensor]) -> list[NDArray[Any]]:

@@ -14,11 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from titan.core.attention import LayerSpec
 from titan.core.batch import RaggedBatch, prefix_sums
 from titan.core.growth import BeamSpec, Feed, GrowthSpec, ShapePlan, ShapeSpec, Worth, block_table_of
 from titan.core.kv_tensor import KVTensor
 from titan.core.trees import DraftTrees, GrowthReport, NodeColumns, allocate_nodes
-from titan.kernels.cpu.compiled import BOOL, FLOAT32, INT, INT32, POINTER, CompiledKernels, address
+from titan.kernels.cpu.compiled import BOOL, COMPILED_DTYPES, FLOAT32, INT, INT32, POINTER, CompiledKernels, address
 from titan.kernels.cpu.structs import (
     LAYER_TENSORS,
     TREE_GROWTH,
@@ -26,12 +27,13 @@ from titan.kernels.cpu.structs import (
     GrowingStruct,
     LayerStruct,
     NodeColumnsStruct,
-    layer_struct,
+    kv_struct,
     plan_struct,
+    spec_struct,
 )
 from titan.kernels.cpu.weights import is_packed, weight_struct
 from titan.kernels.growth import grow_by_passes
-from titan.kernels.interfaces import Backend, Model
+from titan.kernels.interfaces import Backend
 from titan.kernels.torch.runner import TorchRunner, place_nodes
 
 TRAITS = frozenset(
@@ -56,29 +58,32 @@ class CompiledRunner(TorchRunner):
     Args:
         backend: the one that made the model's operations.
         kernels: the compiled C++ of this folder.
-        model: a `titan.models.decoder.Decoder`.
+        model: a `titan.models.decoder.Decoder` that `is_one_call`.
         kv: of the model.
-        decoder: the model without its layers, as the library reads it.
-        layers: of the model, with their KV.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        kernels: CompiledKernels,
-        model: Model,
-        kv: KVTensor,
-        decoder: ctypes.Structure,
-        layers: Sequence[ctypes.Structure],
-    ) -> None:
+    def __init__(self, backend: Backend, kernels: CompiledKernels, model: Any, kv: KVTensor) -> None:
         super().__init__(backend, model, kv)
         self._forward = kernels.plain_function("forward", model.dtype, *[POINTER] * 5, INT, POINTER)
         self._grow_trees = kernels.plain_function("grow", model.dtype, *[POINTER] * 2)
         self._kernels = kernels
-        self._layers = (LayerStruct * len(layers))(*layers)
-        decoder.num_layers, decoder.layers = len(layers), ctypes.addressof(self._layers)
-        decoder.team = kernels.team
-        self._decoder = decoder
+        config = model.config
+        layers = zip(model.layer_weights, kv.layers, config.layers, strict=True)
+        self._layers = (LayerStruct * config.num_layers)(*(_layer_struct(*layer, config.hidden_size) for layer in layers))
+        self._decoder = DecoderStruct(
+            num_layers=config.num_layers,
+            hidden_size=config.hidden_size,
+            vocab_size=len(model.embedding),
+            has_gelu="gelu_tanh" in config.traits,
+            has_wide_norms=model.final_norm.dtype != model.dtype,
+            eps=config.rms_norm_eps,
+            embedding_scale=model.embedding_scale,
+            embedding=None if is_packed(model.embedding) else model.embedding.data_ptr(),
+            final_norm=model.final_norm.data_ptr(),
+            layers=ctypes.addressof(self._layers),
+            team=kernels.team,
+            head=weight_struct(model.head, None, config.hidden_size),
+        )
 
     def forward(self, batch: RaggedBatch) -> Tensor:
         place_nodes(batch)
@@ -142,17 +147,15 @@ class CompiledRunner(TorchRunner):
 
 def _growth(spec: GrowthSpec | None, root: int, row: int, first_probs: int) -> tuple[Any, ...]:
     """Return one record of `TREE_GROWTH`."""
-    worth = spec.worth if isinstance(spec, BeamSpec) and spec.worth is not None else UNPRICED
-    prices = worth.agreement, worth.acceptance, worth.node_price, worth.row_price, worth.pass_price
     places = 0 if spec is None else spec.num_nodes, row, first_probs
     match spec:
         case None:
-            return 0, root, 1, 0, 0, *places, 0, 1.0, False, prices
-        case BeamSpec(depth=depth, width=width, num_children=num_children, temperature=temperature):
-            return 0, root, depth, width, num_children, *places, 0, temperature, False, prices
+            return 0, root, 1, 0, 0, *places, 0, 1.0, False, UNPRICED
+        case BeamSpec(depth=depth, width=width, num_children=num_children, temperature=temperature, worth=worth):
+            return 0, root, depth, width, num_children, *places, 0, temperature, False, worth or UNPRICED
         case ShapeSpec(plan=plan, params=params, seed=seed):
             temperature = 1.0 if params is None else params.temperature
-            return _parents(plan), root, 1 + len(plan.feeds), 0, 0, *places, seed, temperature, params is not None, prices
+            return _parents(plan), root, 1 + len(plan.feeds), 0, 0, *places, seed, temperature, params is not None, UNPRICED
     raise TypeError(f"{type(spec).__name__} is not a spec that can be grown")
 
 
@@ -162,36 +165,21 @@ def _parents(plan: ShapePlan) -> int:
     return address(plan.parents, INT32)
 
 
-def make_compiled_runner(backend: Backend, kernels: CompiledKernels, model: Any, kv: KVTensor) -> CompiledRunner | None:
-    """Return the runner, or ``None`` if the model has a trait that the C++ does not support, several KV groups, or plain weights.
+def is_one_call(model: Any, kv: KVTensor) -> bool:
+    """Whether passes of a model can be one call: the C++ has its traits, its weights are packed, and its KV is one group."""
+    has_kernels = model.dtype in COMPILED_DTYPES and model.config.traits <= TRAITS
+    return has_kernels and is_packed(model.head) and len(kv.groups) == 1
 
-    Args:
-        backend: the one that made the model's operations.
-        kernels: the compiled C++ of this folder.
-        model: a `titan.models.decoder.Decoder`.
-        kv: of the model.
-    """
-    config, layers = model.config, []
-    if not config.traits <= TRAITS or not is_packed(model.head) or len(kv.groups) > 1:
-        return None
-    for weights, kv_layer, layer in zip(model.layer_weights, kv.layers, config.layers, strict=True):
-        linear = (
-            weight_struct(weights.qkv_weight, weights.qkv_bias, config.hidden_size),
-            weight_struct(weights.output_weight, weights.output_bias, config.num_heads * config.head_dim),
-            weight_struct(weights.gate_up_weight, weights.gate_up_bias, config.hidden_size),
-            weight_struct(weights.down_weight, weights.down_bias, weights.gate_up_weight.shape[0] // 2),
-        )
-        tensors = [getattr(weights, name) for name in LAYER_TENSORS]
-        layers.append(layer_struct(tensors, linear, kv_layer, layer))
-    decoder = DecoderStruct(
-        hidden_size=config.hidden_size,
-        vocab_size=len(model.embedding),
-        has_gelu="gelu_tanh" in config.traits,
-        has_wide_norms=model.final_norm.dtype != model.dtype,
-        eps=config.rms_norm_eps,
-        embedding_scale=model.embedding_scale,
-        embedding=None if is_packed(model.embedding) else model.embedding.data_ptr(),
-        final_norm=model.final_norm.data_ptr(),
-        head=weight_struct(model.head, None, config.hidden_size),
+
+def _layer_struct(weights: Any, kv_layer: Tensor, layer: LayerSpec, hidden_size: int) -> ctypes.Structure:
+    """Return a layer as the library reads it: its `titan.models.layers.LayerWeights`, its KV and its heads; all must outlive it."""
+    tensors = (getattr(weights, name) for name in LAYER_TENSORS)
+    return LayerStruct(
+        *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
+        weight_struct(weights.qkv_weight, weights.qkv_bias, hidden_size),
+        weight_struct(weights.output_weight, weights.output_bias, layer.num_heads * layer.head_dim),
+        weight_struct(weights.gate_up_weight, weights.gate_up_bias, hidden_size),
+        weight_struct(weights.down_weight, weights.down_bias, weights.gate_up_weight.shape[0] // 2),
+        kv_struct(kv_layer, layer.head_dim),
+        spec_struct(layer.attention, layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.is_latent, None),
     )
-    return CompiledRunner(backend, kernels, model, kv, decoder, layers)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from titan.core.attention import AttentionSpec, Chunk, LayerSpec, window_length
+from titan.core.attention import AttentionSpec, Chunk, window_length
 from titan.core.batch import AttentionLayout
 from titan.core.kv_tensor import SCALE_BYTES
 from titan.kernels.cpu.compiled import FLOAT, INT, POINTER, address
@@ -42,7 +41,7 @@ SpecStruct = _declared("AttentionSpec")
 LayerStruct = _declared("DecoderLayer")
 DecoderStruct = _declared("Decoder")
 NodeColumnsStruct = _declared("NodeColumns")
-WorthStruct = _declared("Worth")
+_declared("Worth")
 TREE_GROWTH = np.dtype(_declared("TreeGrowth"))
 GrowingStruct = _declared("Growing")
 TreesStruct = _declared("VerifiedTrees")
@@ -77,19 +76,3 @@ def plan_struct(layout: AttentionLayout) -> ctypes.Structure:
     plan = PlanStruct(len(layout.seq_lens), layout.block_table.shape[1], *arrays)
     plan.layout = layout
     return plan
-
-
-def layer_struct(
-    tensors: Sequence[Tensor | None], weights: Sequence[ctypes.Structure], kv_layer: Tensor, spec: LayerSpec
-) -> ctypes.Structure:
-    """Return a layer as the library reads it; the tensors must outlive it.
-
-    Args:
-        tensors: its `LAYER_TENSORS`.
-        weights: qkv, output, gate and up, down.
-        kv_layer: [2, num_kv_heads, num_blocks, ...], see `titan.core.kv_tensor.KVTensor`.
-        spec: of its heads and their attention.
-    """
-    pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
-    attention = spec_struct(spec.attention, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.is_latent, None)
-    return LayerStruct(*pointers, *weights, kv_struct(kv_layer, spec.head_dim), attention)
