@@ -11,6 +11,7 @@
 #pragma once
 
 #include <numeric>
+#include <span>
 
 #include "product.h"
 
@@ -60,11 +61,8 @@ struct Codes {
   const uint8_t* units() const { return start + sizeof(CodeHeader); }
 
   // Rare weights, those of earlier inputs first but for the order within a unit.
-  const RareWeight* rare() const { return reinterpret_cast<const RareWeight*>(start + header().rare_offset); }
-
-  template <typename Work>
-  void for_each_rare(const Work& work) const {
-    std::for_each_n(rare(), header().num_rare, work);
+  std::span<const RareWeight> rare() const {
+    return {reinterpret_cast<const RareWeight*>(start + header().rare_offset), static_cast<size_t>(header().num_rare)};
   }
 
   const uint8_t* start;
@@ -80,9 +78,9 @@ struct CodePlace {
 };
 
 // Copy the weights of an output to `result`, [num_inputs].
-template <int Bits, typename T>
+template <typename Coded, typename T>
 void unpack_codes(const Weight& weight, int64_t row, T* result) {
-  const Codes<Bits> codes(weight.data, row / kBlock, depth_of(weight));
+  const Coded codes(weight.data, row / kBlock, depth_of(weight));
   const uint8_t* unit = codes.units();
   for (int64_t first = 0; first < weight.num_inputs; first += kUnitInputs, unit += codes.kUnitBytes) {
     T numbers[kUnitInputs];
@@ -96,22 +94,20 @@ void unpack_codes(const Weight& weight, int64_t row, T* result) {
     }
     std::copy_n(numbers, std::min<int64_t>(kUnitInputs, weight.num_inputs - first), result + first);
   }
-  codes.for_each_rare([&](const RareWeight& rare) {
+  for (const RareWeight& rare : codes.rare())
     if (rare.output == row % kBlock) narrow(widen(rare.value), &result[rare.input]);
-  });
 }
 
 #ifdef TITAN_HAS_CODES
 
 // Decode the weights of half a unit, two pairs of inputs, for the outputs of one vector of the block; rare ones are 0.0. The block's
 // palette is in every 16 bytes.
-template <int Bits>
+template <typename Coded>
 inline void decode_half(const uint8_t* unit, int half, int vector, Words palette, Words& first, Words& second) {
-  constexpr bool kIsShort = Codes<Bits>::kIsShort;
   unit += vector * sizeof(Words);
   const Words numbers = load<Words>(unit) >> 4 * half & 0x0f0f0f0fu;
-  Words low = load<Words>(unit + (kIsShort ? 1 : 1 + half) * kPartBytes);
-  if constexpr (kIsShort) low = low << 4 * (1 - half) & 0xf0f0f0f0u;
+  Words low = load<Words>(unit + (Coded::kIsShort ? 1 : 1 + half) * kPartBytes);
+  if constexpr (Coded::kIsShort) low = low << 4 * (1 - half) & 0xf0f0f0f0u;
 #ifdef __AVX512BW__
   const __m512i lower = reinterpret<__m512i>(low);
   const __m512i upper = _mm512_shuffle_epi8(reinterpret<__m512i>(palette), reinterpret<__m512i>(numbers));
@@ -125,8 +121,8 @@ inline void decode_half(const uint8_t* unit, int half, int vector, Words palette
 #endif
 }
 
-template <int Bits>
-inline Words palette_of(const Codes<Bits>& codes) {
+template <typename Coded>
+inline Words palette_of(const Coded& codes) {
   const __m128i palette = load<__m128i>(codes.header().palette);
 #ifdef __AVX512BW__
   return reinterpret<Words>(_mm512_broadcast_i32x4(palette));
@@ -136,8 +132,8 @@ inline Words palette_of(const Codes<Bits>& codes) {
 }
 
 // Decode the weights of inputs begin .. end - 1 of a block to pairs [(end - begin) / 2, kBlock, 2]; rare ones are 0.0.
-template <int Bits>
-inline void decode_units(const Codes<Bits>& codes, int64_t begin, int64_t end, BFloat16* result) {
+template <typename Coded>
+inline void decode_units(const Coded& codes, int64_t begin, int64_t end, BFloat16* result) {
   const Words palette = palette_of(codes);
   for (int64_t input = begin; input < end; input += kUnitInputs) {
     const uint8_t* unit = codes.units() + input / kUnitInputs * codes.kUnitBytes;
@@ -145,7 +141,7 @@ inline void decode_units(const Codes<Bits>& codes, int64_t begin, int64_t end, B
     for (int i = 0; i < 2 * kParts; ++i) {
       const int half = i / kParts, vector = i % kParts;
       Words pairs[2];
-      decode_half<Bits>(unit, half, vector, palette, pairs[0], pairs[1]);
+      decode_half<Coded>(unit, half, vector, palette, pairs[0], pairs[1]);
       // one by one: GCC 12 copies both together over the stack
       store(pairs[0], result + (input - begin + 4 * half) * kBlock + vector * kLanes * 2);
       store(pairs[1], result + (input - begin + 4 * half + 2) * kBlock + vector * kLanes * 2);
@@ -155,25 +151,25 @@ inline void decode_units(const Codes<Bits>& codes, int64_t begin, int64_t end, B
 
 // As `multiply_blocks`, by blocks of a weight in codes, the first at `start`; rare weights are 0.0. They may be kept as they are decoded,
 // as pairs [B, depth / 2, kBlock, 2].
-template <int M, int B, int Bits, bool IsKept, typename X>
+template <int M, int B, typename Coded, bool IsKept, typename X>
 [[gnu::noinline]] void multiply_units(const X* x, int64_t stride, const uint8_t* start, int64_t depth, BFloat16* kept,
                                       Lanes (&results)[B * kParts][M]) {
-  constexpr int kUnitBytes = Codes<Bits>::kUnitBytes;
+  constexpr int kUnitBytes = Coded::kUnitBytes;
   // Vectors that are decoded together, as many as there are registers for, so that a number of x is loaded once for them.
   constexpr int kSets = kLanes == 16 ? 1 : B, kVectors = B * kParts / kSets;
   // Beside the sums of many rows, AVX2 has registers for decoding alone, or multiplying: what is decoded goes to memory in between.
-  constexpr bool kGoesToMemory = kLanes < 16 && (IsKept || (M > 3 && !Codes<Bits>::kIsShort));
+  constexpr bool kGoesToMemory = kLanes < 16 && (IsKept || (M > 3 && !Coded::kIsShort));
   const int64_t last = depth - kPrefetchBytes / kUnitBytes * kUnitInputs;
   const uint8_t* unit[B];
   Words palette[B];
   for (int block = 0; block < B; ++block) {
-    const Codes<Bits> codes(start, block, depth);
+    const Coded codes(start, block, depth);
     unit[block] = codes.units();
     palette[block] = palette_of(codes);
   }
   Lanes sums[kSets][kVectors][M] = {};
   for (int64_t input = 0; input < depth; input += kUnitInputs) {
-    const int64_t ahead = kPrefetchBytes + (input < last ? 0 : (B - 1) * Codes<Bits>::num_bytes(depth));
+    const int64_t ahead = kPrefetchBytes + (input < last ? 0 : (B - 1) * Coded::num_bytes(depth));
     for (int block = 0; block < B; ++block)
       for (int part = 0; part < kUnitBytes; part += kPartBytes) __builtin_prefetch(unit[block] + ahead + part, 0, kToL2);
 #pragma GCC unroll 6
@@ -184,7 +180,7 @@ template <int M, int B, int Bits, bool IsKept, typename X>
 #pragma GCC unroll 3
       for (int v = 0; v < kVectors; ++v) {
         const int vector = set * kVectors + v, block = vector / kParts;
-        decode_half<Bits>(unit[block], half, vector % kParts, palette[block], pairs[0][v], pairs[1][v]);
+        decode_half<Coded>(unit[block], half, vector % kParts, palette[block], pairs[0][v], pairs[1][v]);
       }
       if constexpr (kGoesToMemory) {
         asm volatile("" : : "r"(pairs) : "memory");
@@ -204,37 +200,25 @@ template <int M, int B, int Bits, bool IsKept, typename X>
 }
 
 // Multiply x [M, depth] by B blocks of a weight, which are kept, or were kept by rows before these, unless `kept` is null.
-template <int M, int B, int Bits, typename X>
+template <int M, int B, typename Coded, typename X>
 void multiply_codes(const X* x, const Weight& weight, int64_t block, BFloat16* kept, bool are_kept, int64_t depth,
                     Lanes (&sums)[B * kParts][M]) {
-  const uint8_t* start = Codes<Bits>(weight.data, block, depth).start;
+  const uint8_t* start = Coded(weight.data, block, depth).start;
   if (are_kept)
     multiply_blocks<M, B>(x, depth, static_cast<const BFloat16*>(kept), depth, sums);
   else if (M >= kLeastKept && kept)
-    multiply_units<M, B, Bits, (M >= kLeastKept)>(x, depth, start, depth, kept, sums);
+    multiply_units<M, B, Coded, (M >= kLeastKept)>(x, depth, start, depth, kept, sums);
   else
-    multiply_units<M, B, Bits, false>(x, depth, start, depth, nullptr, sums);
+    multiply_units<M, B, Coded, false>(x, depth, start, depth, nullptr, sums);
   for (int b = 0; b < B; ++b)
-    Codes<Bits>(weight.data, block + b, depth).for_each_rare([&](const RareWeight& rare) {
+    for (const RareWeight& rare : Coded(weight.data, block + b, depth).rare())
       for (int row = 0; row < M; ++row)
         sums[b * kParts + rare.output / kLanes][row][rare.output % kLanes] += widen(x[row * depth + rare.input]) * widen(rare.value);
-    });
-}
-
-#endif
-
-// Whether products read codes.
-inline bool has_codes() {
-#ifdef TITAN_HAS_CODES
-  return true;
-#else
-  return false;
-#endif
 }
 
 // Code rows [num_rows, depth] of a weight, a multiple of kBlock of them, from `first_block` on: headers and codes of all blocks go to
 // `blocks`, their rare weights behind them, block by block as they come. `num_rare` counts these; those above `most_rare` are lost.
-template <int Bits>
+template <typename Coded>
 void make_codes(Team* team, const uint16_t* rows, int64_t num_rows, int64_t depth, int64_t first_block, uint8_t* blocks,
                 int64_t num_blocks, int64_t most_rare, int64_t* num_rare) {
   share(team, num_rows / kBlock, kBlock * depth, [&](int64_t index) {
@@ -248,18 +232,18 @@ void make_codes(Team* team, const uint16_t* rows, int64_t num_rows, int64_t dept
     });
     for (int i = 0; i < 256; ++i) numbers[bytes[i]] = static_cast<uint8_t>(std::min(i, kPalette));
 
-    uint8_t* start = blocks + (first_block + index) * Codes<Bits>::num_bytes(depth);
+    uint8_t* start = blocks + (first_block + index) * Coded::num_bytes(depth);
     CodeHeader header = {};
     std::copy_n(bytes, kPalette, header.palette);
     for (int i = kPalette; i < 256; ++i) header.num_rare += frequencies[bytes[i]];
     const int64_t first_rare = std::atomic_ref(*num_rare).fetch_add(header.num_rare);
     if (first_rare + header.num_rare > most_rare) return;
-    header.rare_offset = blocks + num_blocks * Codes<Bits>::num_bytes(depth) - start + first_rare * sizeof(RareWeight);
+    header.rare_offset = blocks + num_blocks * Coded::num_bytes(depth) - start + first_rare * sizeof(RareWeight);
     std::memcpy(start, &header, sizeof header);
     RareWeight* rare = reinterpret_cast<RareWeight*>(start + header.rare_offset);
     uint8_t* unit = start + sizeof header;
-    for (int64_t first = 0; first < depth; first += kUnitInputs, unit += Codes<Bits>::kUnitBytes) {
-      std::fill_n(unit, Codes<Bits>::kUnitBytes, uint8_t{});
+    for (int64_t first = 0; first < depth; first += kUnitInputs, unit += Coded::kUnitBytes) {
+      std::fill_n(unit, Coded::kUnitBytes, uint8_t{});
       for (int64_t output = 0; output < kBlock; ++output)
         for (int64_t input = first; input < first + kUnitInputs; ++input) {
           const uint16_t bits = weights[output * depth + input];
@@ -270,11 +254,13 @@ void make_codes(Team* team, const uint16_t* rows, int64_t num_rows, int64_t dept
             continue; // 0.0
           }
           unit[place.byte] |= number << place.shift;
-          uint8_t& low = unit[kPartBytes + place.byte + (Codes<Bits>::kIsShort ? 0 : place.is_second * kPartBytes)];
-          low |= Codes<Bits>::kIsShort ? (bits >> 4 & 15) << place.shift : bits & 255;
+          uint8_t& low = unit[kPartBytes + place.byte + (Coded::kIsShort ? 0 : place.is_second * kPartBytes)];
+          low |= Coded::kIsShort ? (bits >> 4 & 15) << place.shift : bits & 255;
         }
     }
   });
 }
+
+#endif
 
 } // namespace

@@ -38,7 +38,7 @@ class CompiledKernels:
         self.team: int | None = self.plain_function("make_team", None, INT, result=POINTER)(self.num_threads)
         if self.team is None:
             raise ValueError(f"num_threads={self.num_threads} is not possible: the system does not allow so many threads")
-        self.has_codes: bool = self.plain_function("has_codes", None, result=ctypes.c_bool)()
+        self.has_codes = bool(self._find(b"make_codes_12", False))  # whether products read codes
         # not when Python ends: a thread that does not end with it may be in a pass
         self.finalizer = weakref.finalize(self, self.plain_function("free_team", None, POINTER), self.team)
         self.finalizer.atexit = False

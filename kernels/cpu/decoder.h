@@ -37,7 +37,7 @@ struct Decoder {
   const void* embedding;  // [vocab_size, hidden_size], or null if it is the head
   const void* final_norm; // [hidden_size]
   const DecoderLayer* layers;
-  void* team; // of threads
+  Team* team; // of threads
   Weight head;
 };
 
@@ -206,7 +206,7 @@ void forward(const Decoder& decoder, const AttentionPlan& plan, const int64_t* t
   T* normed = last_normed + num_kept * size; // of some rows, as what follows
   T* gate_up = normed + most_rows * size;
   T* gated = gate_up + most_rows * widest;
-  Team& team = *static_cast<Team*>(decoder.team);
+  Team& team = *decoder.team;
   const std::vector<AttentionItem> items = attention_items(plan, heads, team.num_threads());
 
   team.run([&](Member& member) {

@@ -223,7 +223,7 @@ private:
     for (const Fed& node : fed_) most = std::max(most, num_children(node));
     tokens_.resize(num_rows * most);
     logprobs_.resize(num_rows * most);
-    share(static_cast<Team*>(decoder_.team), num_rows, vocab_size_, [&](int64_t row) {
+    share(decoder_.team, num_rows, vocab_size_, [&](int64_t row) {
       choose(fed_[row], depth, logits_ + row * stride, &tokens_[row * most], &logprobs_[row * most]);
     });
     for (int64_t row = 0; row < num_rows;) {

@@ -32,9 +32,10 @@ const void* find(std::string_view name) {
   const std::pair<std::string_view, const void*> functions[] = {
       {"make_team", reinterpret_cast<const void*>(make_team)},
       {"free_team", at<free_team>()},
-      {"has_codes", reinterpret_cast<const void*>(has_codes)},
-      {"make_codes_8", at<make_codes<8>>()},
-      {"make_codes_12", at<make_codes<12>>()},
+#ifdef TITAN_HAS_CODES
+      {"make_codes_8", at<make_codes<Codes<8>>>()},
+      {"make_codes_12", at<make_codes<Codes<12>>>()},
+#endif
       {"linear", at<run_linear<T>>()},
       {"unpack_rows", at<unpack_rows<T>>()},
       {"rms_norm", at<run_norm<T>>()},

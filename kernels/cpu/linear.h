@@ -6,11 +6,9 @@
 
 namespace {
 
-// Bits of a weight in codes, by what is said to be packed; 0: others.
+// Whether what is said to be packed is codes.
 template <typename Packed>
-constexpr int kBitsOf = 0;
-template <int Bits>
-constexpr int kBitsOf<Codes<Bits>> = Bits;
+constexpr bool kIsCoded = requires { Packed::kIsShort; };
 
 // Write sums [num_vectors, num_rows] of outputs from `first` on, with bias and residual stream. Not inline: for each number of rows and
 // blocks, it would take the compiler longer than the products.
@@ -32,8 +30,8 @@ void multiply_strip(const Weight& weight, const X* x, int64_t block, BFloat16* k
                     T* output) {
   const int64_t depth = depth_of(weight);
   Lanes sums[B * kParts][M];
-  if constexpr (kBitsOf<Packed> > 0)
-    multiply_codes<M, B, kBitsOf<Packed>>(x, weight, block, kept, are_kept, depth, sums);
+  if constexpr (kIsCoded<Packed>)
+    multiply_codes<M, B, Packed>(x, weight, block, kept, are_kept, depth, sums);
   else
     multiply_blocks<M, B>(x, depth, static_cast<const Packed*>(weight.data) + block * kBlock * depth, depth, sums);
   write_strip(sums[0], B * kParts, M, weight, block * kBlock, residual, output);
@@ -54,7 +52,7 @@ void multiply_by_vectors(Member& member, const Weight& weight, const X* x, int64
     const int64_t begin = strip * most, end = std::min(begin + most, num_blocks);
     static thread_local WorkingMemory memory;
     const int64_t size = (end - begin) * kBlock * depth;
-    const bool keeps = kBitsOf<Packed> > 0 && num_rows >= kKeptRows<X> && group_rows >= kLeastKept && size <= kKeptNumbers;
+    const bool keeps = kIsCoded<Packed> && num_rows >= kKeptRows<X> && group_rows >= kLeastKept && size <= kKeptNumbers;
     BFloat16* kept = keeps ? memory.room_for<BFloat16>(size) : nullptr;
     for (int64_t first = 0; first < num_rows; first += group_rows) {
       const int64_t place = first * weight.num_outputs;
@@ -116,8 +114,8 @@ void run_linear(Team* team, const Weight& weight, const T* x, int64_t num_rows, 
 // Copy the weights of an output to `result`, [num_inputs].
 template <typename T>
 void unpack_row(const Weight& weight, int64_t row, T* result) {
-  if (weight.format == kCodes) return unpack_codes<12>(weight, row, result);
-  if (weight.format == kShortCodes) return unpack_codes<8>(weight, row, result);
+  if (weight.format == kCodes) return unpack_codes<Codes<12>>(weight, row, result);
+  if (weight.format == kShortCodes) return unpack_codes<Codes<8>>(weight, row, result);
   const int64_t size = weight.num_inputs, first = row / kBlock * kBlock * depth_of(weight), lane = row % kBlock;
   if (weight.format == kPairs) {
     const BFloat16* pairs = static_cast<const BFloat16*>(weight.data) + first + 2 * lane;
