@@ -28,13 +28,13 @@ from torch import Tensor
 from zoo import VOCAB_SIZE, Zoo, random_prompts
 
 from titan import LLM, SamplingParams
-from titan.adaptive.controller import NUM_PLAIN, REST_STEPS, Controller
+from titan.adaptive.controller import REST_STEPS, Controller
 from titan.adaptive.load import Outcome
 from titan.adaptive.measure import measure
 from titan.adaptive.pass_cost import PassCost
 from titan.adaptive.speculation import AdaptiveSpeculation
 from titan.core.batch import RaggedBatch
-from titan.core.draft_history import AcceptanceCounts, DraftHistory
+from titan.core.draft_history import AcceptanceCounts
 from titan.core.growth import BeamSpec, Feed
 from titan.core.step import Acceptance, StepPlan
 from titan.core.terms import RequestTerms
@@ -306,29 +306,6 @@ def test_repeated_steps_that_run_in_parts_are_decided_on_again(zoo: Zoo, drafts:
     assert num_parts > 20 and 0 < max(in_a_row) < REST_STEPS and in_a_row.count(0) > 1
 
 
-def test_new_requests_start_at_the_temperature_that_repeated_steps_showed(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step that drafts counts once for each of its requests, or it ends with it."""
-    Machine(monkeypatch, {0: 0.01})
-    engine, num_followed, num_drafting = adaptive_engine(zoo, "llama~", **AMPLE), 0, 0
-    follow = AdaptiveSpeculation._follow_temperature
-
-    def note(adaptive: AdaptiveSpeculation, history: DraftHistory, num_observed: int = 1) -> None:
-        nonlocal num_followed
-        num_followed += num_observed
-        follow(adaptive, history, num_observed)
-
-    def count(plan: StepPlan, acceptance: Acceptance) -> None:
-        nonlocal num_drafting
-        num_drafting += len(plan.emitting_rows()) * (acceptance.trees.num_nodes > 0)
-
-    monkeypatch.setattr(AdaptiveSpeculation, "_follow_temperature", note)
-    engine.observers.append(count)
-    for prompt in PROMPTS[:4]:
-        run_all(engine, [prompt], [greedy(60, ignore_eos=True)])
-    assert engine.adaptive is not None
-    assert num_followed + engine.adaptive._num_unfollowed == num_drafting > 40
-
-
 @pytest.mark.parametrize("drafts", [True, False])
 def test_an_idle_engine_keeps_no_request_that_has_ended(zoo: Zoo, drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As its outputs may be large, and its user has let go of them; whether the last steps were decided on anew or not."""
@@ -366,23 +343,6 @@ def test_a_drafter_that_is_not_fed_repeats_decisions(zoo: Zoo, monkeypatch: pyte
     engine.observers.append(lambda *_: repeats.update([adaptive._repeats.is_repeat and adaptive.controller.optimum.drafts]))
     assert run_all(engine, PROMPTS[:3], [greedy(80, ignore_eos=True)] * 3) == written(zoo, [80] * 3)
     assert repeats[True] > repeats[False]
-
-
-def test_there_is_room_for_drafts_after_plain_steps(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that are plain to show what they cost come in groups of as many as were meant."""
-    Machine(monkeypatch, {0: 0.01})
-    monkeypatch.setattr("titan.adaptive.controller.PLAIN_STEPS", 0.2)  # if drafting gains much: some four steps
-    engine, groups = adaptive_engine(zoo, "llama~", **AMPLE), [0]
-
-    def look(_: int) -> None:
-        if engine.adaptive is not None and engine.adaptive.controller.optimum.drafts:
-            is_drafting = engine.adaptive._decision.drafts
-            assert (shown := engine.metrics().speculation) is not None and shown.choice == "on"  # in plain steps, too
-            groups[-1] += not is_drafting
-            groups.extend([0] * (is_drafting and groups[-1] > 0))
-
-    run_all(engine, [prompt[:9] for prompt in PROMPTS[:3]], [greedy(80, ignore_eos=True)] * 3, before_step=look)
-    assert len(groups) > 2 and {*groups[1:-1]} == {NUM_PLAIN}
 
 
 def test_prompts_are_fed_to_the_draft_by_what_was_just_found(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -241,24 +240,6 @@ def test_what_slowed_drafting_alone_is_forgotten(machine: Machine, slow: Machine
     assert shares[1] < 0.3 < 0.8 < shares[3]
 
 
-def test_requests_that_teach_nothing_are_compared_for_as_rarely_as_others() -> None:
-    num_comparisons = list[int]()
-    for is_typical in (True, False):
-        controller, (load, drafting, plain) = controller_of(BIG), four_requests()
-        load = load._replace(candidates=[each._replace(is_typical=is_typical) for each in load.candidates])
-        if is_typical:
-            controller.fleet.num_drafts = 20.0
-        found = 0
-        for _ in range(200):
-            if controller.num_repeats:
-                controller.observe_repeats([drafting])
-                continue
-            found += not controller.rest(4, 4) and controller.choose(load).drafts
-            controller.observe(drafting if controller.optimum.drafts else plain)
-        num_comparisons.append(found)
-    assert num_comparisons[1] < 1.5 * num_comparisons[0]
-
-
 @pytest.mark.parametrize(("acceptance", "least"), [(0.2, 0.965), (0.9, 1.4)])
 def test_profile_with_noise(acceptance: float, least: float) -> None:
     rng = np.random.default_rng(1)
@@ -318,17 +299,6 @@ def test_optimum_is_that_of_all_settings(seed: int) -> None:
     assert found.rate >= 0.99 * max(rate(nodes) for nodes in product(*(range(m + 1) for m in most)))
 
 
-@pytest.mark.parametrize(("num_missing", "drafts"), [(2, True), (200, False)])
-def test_a_draft_that_lacks_much_of_many_requests_must_bring_more(num_missing: int, drafts: bool) -> None:
-    """On a GPU, where a few rows of a pass cost nothing: to feed it 12,800 takes seven steps' time, and drafting gains 3 %."""
-    machine = MACHINES["GPU, 8 B and 1 B"]
-    costs = controller_of(machine).costs
-    for num_drafting in (0, 64):
-        costs.host.note(64, num_drafting, machine.host(64, num_drafting))
-    prices = Prices(Load([Candidate(AcceptanceCounts(), 6, num_missing, 256, True)] * 64, 64, 64 * 200), costs)
-    assert best([0.38] * 64, prices).drafts == drafts
-
-
 @pytest.mark.parametrize(("acceptance", "num_nodes", "slack"), [(0.9, 5, 0), (0.65, 3, 2), (0.5, 2, 3)])
 def test_a_node_costs_what_it_does_on_this_side_of_a_step(acceptance: float, num_nodes: int, slack: int) -> None:
     """The seventh row takes 0.65 ms, the fifth and the sixth 0.075 each."""
@@ -359,14 +329,6 @@ def test_plans_may_be_as_deep_as_the_cap(n: int, most: int) -> None:
     costs = Costs(PassCost([1, 512], [1.0, 1.001]), None)
     candidates = [Candidate(AcceptanceCounts(), most, 1, 256, True)] * n
     assert best([0.97] * n, Prices(Load(candidates, n, 0), costs)).num_nodes == [most] * n
-
-
-def test_at_a_bend_a_node_costs_something_between_both_sides() -> None:
-    """Of the target's curve, which is twice as steep from 16 rows on: four requests with three nodes each."""
-    costs = controller_of(BIG16).costs
-    prices = Prices(Load([Candidate(AcceptanceCounts(), 6, 1, 256, True)] * 4, 4, 0), costs)
-    found = best([0.8] * 4, prices)
-    assert found.num_nodes == [3] * 4 and 1.1 * prices.slope(8, 12) < found.node_seconds < 0.9 * prices.slope(12, 16)
 
 
 def test_what_rests_cost_is_followed_and_drafts_of_before_count_less() -> None:
@@ -534,38 +496,6 @@ def test_an_outcome_stands_no_longer_where_drafts_bring_much_less(num_requests: 
     assert np.quantile(num_until, 0.95) <= most
 
 
-def test_how_long_comparisons_take_is_known_apart_for_few_and_many_requests() -> None:
-    standing, (load, *_) = Standing(), four_requests()
-    loads = {0.0001: load._replace(candidates=load.candidates[:1], num_rows=1), 0.03: load}
-    for seconds, each in [*loads.items()] * 6:
-        standing.renew(each, [2] * len(each.candidates), 14.2, 1.0)
-        standing.note_comparison(seconds)
-    found = []
-    for each in loads.values():
-        for _ in range(2):
-            standing.renew(each, [2] * len(each.candidates), 14.2, 1.0)
-        found.append(standing.num_left)
-    assert found == [8, 12]
-
-
-def test_an_optimum_stands_for_as_many_steps_that_draft_if_there_is_no_room_in_the_first() -> None:
-    """The first drafts of all may be held up, which those behind them show; reviews do not say what drafting costs the host."""
-    num_steps = Counter[bool]()
-    for has_room in (False, True):
-        controller, (load, drafting, plain) = controller_of(BIG), four_requests()
-        controller.fleet.num_drafts = 20.0
-        while not controller.optimum.drafts:
-            is_drafting = controller.choose(load, has_room=has_room).drafts
-            controller.observe(drafting if is_drafting else plain)
-        assert is_drafting == has_room
-        optimum = controller.optimum
-        while controller.optimum is optimum:
-            num_steps[has_room] += is_drafting
-            is_drafting = controller.choose(load).drafts
-            controller.observe(drafting if is_drafting else plain)
-    assert num_steps[True] == num_steps[False] > 1
-
-
 def test_a_decision_is_of_its_requests_in_whatever_order_they_come() -> None:
     """Or where one of them has been preempted, and another one, which has emitted before, is in its place."""
     controller, load, outcome = drafting_controller()
@@ -588,16 +518,6 @@ def test_a_long_context_is_fed_beside_requests_that_draft() -> None:
     short, long = Candidate(counts(0.9, 500.0), 6, 1, 10_000, True), Candidate(counts(0.9, 500.0), 6, 4000, 10_000, True)
     decision = controller.choose(load._replace(candidates=[short, long._replace(num_missing=4001), long, short]))
     assert [bool(count) for count in decision.num_nodes] == [True, False, True, True]
-
-
-def test_who_waits_to_be_fed_is_not_probed_meanwhile() -> None:
-    """It would be fed all the same."""
-    controller, (load, drafting, plain) = controller_of(BIG), four_requests(num_missing=40)
-    for _ in range(20):
-        decision = controller.choose(load)
-        assert not decision.probed
-        controller.observe(drafting if decision.drafts else plain)
-    assert 0 < sum(map(bool, decision.num_nodes)) < sum(map(bool, controller.optimum.num_nodes)) == 4
 
 
 def test_drafts_that_did_not_come_are_not_repeated() -> None:
@@ -638,21 +558,6 @@ def test_a_draft_that_fails_at_every_step_is_given_up(num_missing: int) -> None:
         assert controller.optimum.drafts == (has_passes and num_missing > 1)
 
 
-@pytest.mark.parametrize("share", [0.5, 1.0, 2.5])
-def test_growth_beyond_the_plan_or_short_of_it_is_no_poor_yield(share: float) -> None:
-    """Later nodes bring less than first ones, as they do in the plan."""
-    controller, p, (load, _, plain) = controller_of(BIG), 0.8, four_requests()
-    load = load._replace(candidates=[Candidate(counts(p, 500.0), 6, 2, 256, True) for _ in range(4)])
-    for _ in range(120):
-        num_nodes = share * controller.choose(load).num_nodes[0]
-        num_accepted, rows = 4 * p * (1 - p**num_nodes) / (1 - p), 4 * num_nodes
-        of_draft, of_target = num_nodes * BIG.draft(4, 800), BIG.target(4 + rows, 800)
-        seconds = BIG.host(4, 4) + of_draft + of_target
-        drafting = Outcome(*(rows, num_accepted, num_nodes, rows, seconds, of_draft, of_target))  # means
-        controller.observe(drafting if num_nodes else plain)
-    assert controller.drafting_yield.factor == pytest.approx(1, abs=0.04)
-
-
 @pytest.mark.parametrize(("share", "num_repeats"), [(1.01, 1), (0.4, 2), (0.1, DWELL - 1)])
 @pytest.mark.parametrize(("length", "is_long"), [(1.0, False), (1.9, False), (2.1, True)])
 def test_short_steps_that_repeat_a_decision_are_looked_at_and_learned_from_together(
@@ -669,20 +574,6 @@ def test_short_steps_that_repeat_a_decision_are_looked_at_and_learned_from_toget
     controller.rest(5, 5, 1)
     controller.choose(load)
     assert [call.args[3] for call in note.call_args_list] == ([1] * (1 + num_repeats) if is_long else [1, num_repeats])
-
-
-def test_yields_go_by_the_costs_that_steps_were_planned_by() -> None:
-    """Whatever the steps teach of these, as here of a number of nodes that was not compared."""
-    factors = list[float]()
-    for teaches in (True, False):
-        controller, load, outcome = drafting_controller()
-        for _ in range(2):
-            controller.observe(outcome._replace(num_nodes=21, target_seconds=outcome.target_seconds / 2))
-        with nullcontext() if teaches else patch.object(controller.costs, "note_drafting"):
-            controller.rest(5, 5, 1)
-            controller.choose(load)
-        factors.append(controller.drafting_yield.factor)
-    assert factors[0] == factors[1] != 1
 
 
 def test_what_was_drafted_is_learned_before_a_comparison_that_comes_early() -> None:

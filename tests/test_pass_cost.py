@@ -57,20 +57,6 @@ def test_machine_of_another_speed_is_seen_at_all_sizes_and_forgotten(factor: flo
         assert passes.predict(1, 0) == pytest.approx(speed, rel=0.2)
 
 
-def test_means_of_passes_teach_as_much_as_the_passes() -> None:
-    """Of a machine that becomes slower, once it is known well."""
-    one_by_one, by_means = cost(), cost()
-    for seconds in (2.0, 3.0):
-        for _ in range(100):
-            by_means.note(8, 0, seconds, num_steps=4)
-            for _ in range(4):
-                one_by_one.note(8, 0, seconds)
-        for each in (one_by_one, by_means):
-            assert each.predict(8, 0) == pytest.approx(seconds, rel=0.02)
-            assert each.predict(16, 0) == pytest.approx(one_by_one.predict(16, 0), rel=0.02)
-    assert by_means._pace.variance > 0.5 * one_by_one._pace.variance
-
-
 def test_a_step_in_the_true_curve_is_learned() -> None:
     passes = cost()
     for _ in range(150):
@@ -119,29 +105,6 @@ def test_first_steps_of_their_kind_teach_little(num_steps: int, most: float) -> 
         assert most - 0.1 < ratio < most + 0.02
 
 
-def test_cold_steps_teach_little_among_others() -> None:
-    """Of five steps that are learned from together, four are the first of their kind."""
-    costs = Costs(cost(), cost())
-    for _ in range(20):
-        costs.note_plain(load(4), 4, Outcome(0, 0, 0, 0, 1.9, 0.0, 1.4))
-    total = Outcome.total([Outcome(4, 2, 1, 4, 1.25 * 3.9, 1.25 * 1.4, 1.25 * 2.0)] * (COLD_STEPS + 1))
-    costs.note_drafting(load(4), total, [1] * 4, COLD_STEPS + 1)
-    assert costs.draft is not None and costs.draft.predict(4, 0) < 1.02 * 1.4
-    assert costs.target.predict(8, 0, True) < 1.02 * 2.0
-
-
-def test_steps_that_were_decided_on_together_teach_their_means() -> None:
-    """Steps of 12 nodes in the mean, whose passes take 3.0 s, and three passes of the draft with four rows each 4.0 s."""
-    costs = Costs(cost(), cost())
-    total = Outcome.total([Outcome(8, 5, 2, 8, 6.0, 3.0, 2.5, 0.1), Outcome(16, 7, 4, 16, 10.0, 5.0, 3.5, 0.3)])
-    for _ in range(200):
-        costs.note_drafting(load(4), total, [4] * 4, 2)
-    assert costs.draft is not None
-    assert costs.target.predict(4 + 12, 0, True) == pytest.approx(3.0, rel=0.01) != cost().predict(16, 0)
-    assert costs.draft.predict(4, 0) == pytest.approx(4 / 3, rel=0.01) != cost().predict(4, 0)
-    assert costs.host.predict(4, 4) == pytest.approx(8.0 - 4.0 - 3.0 + 0.2, rel=0.01)
-
-
 def test_host_time_of_the_first_step_that_drafts_is_that_of_a_cold_one() -> None:
     """For long, there may be no other: reviews say nothing of it."""
     costs = Costs(cost(), cost())
@@ -150,17 +113,6 @@ def test_host_time_of_the_first_step_that_drafts_is_that_of_a_cold_one() -> None
     costs.note_drafting(load(4), Outcome(4, 2, 1, 4, 1.4 + 2.0 + 1.1, 1.4, 2.0), [1] * 4)
     assert costs.host.predict(4) == pytest.approx(0.5)
     assert costs.host.predict(4, 4) == pytest.approx(0.5 + 0.6 / FIRST_DRAFT)
-
-
-def test_host_time_that_was_none_is_followed() -> None:
-    host = HostTime()
-    for num_drafting, seconds in ((0, 1.0), (4, 1.0), *[(4, 1.5)] * 40):
-        host.note(4, num_drafting, seconds)
-    assert host.predict(4, 4) == pytest.approx(1.5, rel=0.01)
-    held_up = HostTime()
-    for num_drafting, seconds in ((0, 1.0), *[(4, 1.0)] * 5, (4, 100.0)):
-        held_up.note(4, num_drafting, seconds)
-    assert held_up.predict(4, 4) == 1 + 2 * FIRST_MORE / 8
 
 
 def test_host_takes_the_lesser_of_the_first_steps_and_clips_later_ones() -> None:
