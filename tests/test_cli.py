@@ -22,7 +22,6 @@ from zoo import Zoo
 from titan import LLM, RequestOutput, SamplingParams, __version__
 from titan.cli import main
 from titan.core.options import ModelOptions, SpeculationOptions
-from titan.core.outputs import Logprob
 from titan.kernels.cpu.kinds import CPU_KERNELS
 from titan.kernels.cpu.library import LoadedLibrary, load_library
 from titan.kernels.cpu.runner import TRAITS
@@ -315,28 +314,6 @@ def test_compare_says_where_and_why_texts_differ(
     line = capsys.readouterr().out.splitlines()[-1]
     place, gap = result["difference"]["place"], result["difference"]["top2_gap"]
     assert f"different text from token {place + 1} on, because " in line and why.format(gap=gap) in line
-
-
-def test_compare_measures_the_gap_of_logits_of_which_three_tie(
-    models: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A token may be none of the best two that are listed beside it, if it is as likely as these."""
-    stream, generate_all = LLM.stream, LLM.generate
-
-    def other_first_token(llm: LLM, prompt: str, params: SamplingParams) -> Iterator[RequestOutput]:
-        for output in stream(llm, prompt, params):
-            output.outputs[0].token_ids[0] += not params.use_speculative
-            yield output
-
-    def generate_with_ties(llm: LLM, prompts: Any, params: SamplingParams, use_tqdm: bool) -> list[RequestOutput]:
-        outputs = generate_all(llm, prompts, params, use_tqdm)
-        for logprobs in outputs[0].outputs[0].logprobs or ():
-            logprobs.update(dict.fromkeys((5, 6, 7), Logprob(1.5, 1)))
-        return outputs
-
-    monkeypatch.setattr(LLM, "stream", other_first_token)
-    monkeypatch.setattr(LLM, "generate", generate_with_ties)
-    assert generate_json(capsys, *models, "--compare")["difference"] == {"place": 0, "top2_gap": 0}
 
 
 def test_what_a_command_line_does_not_say_is_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:

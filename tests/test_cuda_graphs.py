@@ -25,7 +25,6 @@ from twins import BLOCK_SIZE, BLOCKS_PER_REQUEST, LIMITS, NUM_REQUESTS, Part, Tw
 from titan.core.batch import NodeQueries, QueryRow
 from titan.core.growth import BeamSpec, Feed, ShapeSpec, shape_plan
 from titan.core.limits import MAX_NODES
-from titan.core.options import ScheduleOptions
 from titan.core.trees import EMPTY_TREE, DraftTree
 from titan.kernels.growth import _lay_out_frontiers
 from titan.kernels.interfaces import PassCounts, PassLimits
@@ -83,14 +82,6 @@ def test_no_size_has_more_tokens_than_a_pass() -> None:
     sizes = GraphSizes(PassLimits(num_requests=4, query_len=7, num_blocks=8, num_tokens=40))
     assert sizes.find(PassSize(39, 2, 38)) == PassSize(40, 4, 40) and sizes.find(PassSize(41, 2, 38)) is None
     assert max(sizes.with_chunks()).num_tokens == sizes.largest.num_tokens == 40
-
-
-def test_little_is_added_to_a_chunk_of_the_default_length_beside_decodes() -> None:
-    sizes, chunk = GraphSizes(PassLimits(num_requests=64, query_len=7, num_blocks=8, num_tokens=2048)), 512
-    assert ScheduleOptions().prefill_chunk_size == chunk
-    for num_decodes in range(64):
-        size = sizes.find(PassSize(chunk + num_decodes, 1 + num_decodes, chunk))
-        assert size is not None and size.num_tokens <= 1.07 * (chunk + num_decodes)
 
 
 def test_no_size_is_small_where_no_pass_is() -> None:

@@ -365,26 +365,6 @@ def test_the_share_of_memory_that_may_be_in_use(
     assert LLM(zoo.path("llama"), gpu_memory_utilization=share, **BY_MEMORY).metrics().num_kv_blocks == expected
 
 
-@pytest.mark.parametrize("num_free", [1, 20, 104])
-def test_a_share_that_is_too_small_is_told_the_least(zoo: Zoo, monkeypatch: pytest.MonkeyPatch, num_free: int) -> None:
-    make_host_memory(monkeypatch, num_free)
-    with pytest.raises(
-        ValueError, match=r"memory_utilization=0\.0001 leaves the KV cache [0-9]+ bytes, and one block takes 12288: "
-    ) as refusal:
-        LLM(zoo.path("llama"), gpu_memory_utilization=0.0001, **BY_MEMORY)
-    found = re.search(rf"{1000 * BLOCK} bytes, {num_free * BLOCK} are free.*; give (.*) or more", str(refusal.value))
-    assert found is not None
-    assert LLM(zoo.path("llama"), gpu_memory_utilization=float(found[1]), **BY_MEMORY).metrics().num_kv_blocks in (1, 2)
-    with pytest.raises(ValueError, match=re.escape(found[0])):
-        LLM(zoo.path("llama"), gpu_memory_utilization=float(found[1]) - 0.0021, **BY_MEMORY)
-
-
-def test_memory_without_room_for_a_block_at_any_share(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_host_memory(monkeypatch, 0)
-    with pytest.raises(ValueError, match="0 are free beside the models; a smaller model or dtype, or less memory"):
-        LLM(zoo.path("llama"), gpu_memory_utilization=0.5, **BY_MEMORY)
-
-
 BY_MEMORY: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
 BLOCK = 16 * 768
 """Bytes of a block of such a model."""

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from unittest.mock import Mock, call
 
-import numpy as np
 import pytest
 import torch
-from stepping import host_trees, make_request
+from stepping import make_request
 
 from titan.core.kv_tensor import KVGroup, KVLayout, KVTensor
 from titan.core.request import Request, make_siblings
-from titan.core.step import Acceptance, StepPlan
-from titan.core.trees import EMPTY_TREE, DraftTree, chain_parents
-from titan.kernels.interfaces import CacheOps, PathMove
+from titan.kernels.interfaces import CacheOps
 from titan.memory.block_pool import hash_block
 from titan.memory.kv_cache import KVCache
 
@@ -49,26 +46,6 @@ def match(kv: KVCache, num_tokens: int) -> tuple[list[int], int, int]:
     kv.match_prefix(request)
     assert request.num_cached_blocks * 4 == request.num_computed_tokens
     return request.block_ids.tolist(), request.num_computed_tokens, request.num_drafted_context
-
-
-def test_a_match_never_covers_the_root_and_counts_as_drafted_only_where_the_present_draft_was(kv: KVCache) -> None:
-    request = compute(kv, 13, num_drafted=9)
-    assert [match(kv, num_tokens) for num_tokens in (8, 9, 13)] == [([0], 4, 4), ([0, 1], 8, 8), ([0, 1, 2], 12, 8)]
-    kv.forget_draft([request])
-    assert (request.num_drafted_context, request.num_computed_tokens) == (0, 12)
-    assert match(kv, 13) == ([0, 1, 2], 12, 0)
-    request.cover_draft(4)  # the new draft catches up
-    kv.cache_full_blocks(request)
-    assert match(kv, 13) == ([0, 1, 2], 12, 4)
-
-
-def test_a_sibling_takes_only_what_is_computed_and_covered_by_the_draft(ops: Mock) -> None:
-    kv = KVCache(8, 4, enable_prefix_caching=False, ops=ops)
-    first, second = compute(kv, 15, num_drafted=7), make_request(range(15))
-    make_siblings(first, second)
-    kv.match_prefix(second)
-    assert (second.block_ids, second.num_computed_tokens, second.num_drafted_context) == (first.block_ids[:3], 12, 4)
-    assert second.num_cached_blocks == 0
 
 
 @pytest.mark.parametrize(("num_drafted", "covered"), [(7, 4), (8, 16)])
@@ -387,24 +364,6 @@ def test_free_evicts_tails_first_and_a_preempted_request_finds_its_blocks_again(
     assert kv.reserve(make_request([99] * 24), 24)  # the five unused blocks and the tail
     kv.match_prefix(request)
     assert (request.block_ids.tolist(), request.num_computed_tokens) == ([0, 1], 8)
-
-
-def test_commit_moves_the_paths_of_all_requests_at_once_and_those_of_the_first_nodes_not_at_all(kv: KVCache, ops: Mock) -> None:
-    requests = [make_request(range(3)), make_request(range(5))]
-    for request in requests:
-        assert kv.reserve(request, request.num_tokens + 5)
-    plan = StepPlan(requests, [3, 5], [5, 5], [5, 5])
-    tree = DraftTree(np.arange(5), np.array([-1, -1, 0, 1, 3], np.int32), draft_slots=np.array([1, 0, 3, 2, -1], np.int32))
-    chain = DraftTree(np.arange(5), chain_parents(5), draft_slots=np.arange(5, dtype=np.int32))
-    kv.commit(plan, Acceptance(host_trees([EMPTY_TREE, chain]), [[], [0, 1, 2]], [[9], [0, 1, 2, 9]], [None, None]))
-    ops.move_paths.assert_not_called()
-    kv.commit(plan, Acceptance(host_trees([tree, tree]), [[1, 3, 4], [0, 2]], [[1, 3, 4, 9], [0, 2, 9]], [None, None]))
-    first, second = (request.block_ids for request in requests)
-    assert (first.tolist(), second.tolist()) == ([0, 1], [2, 3, 4])
-    assert ops.move_paths.call_args_list == [
-        call(kv.tensors["target"], [PathMove(first, 3, [1, 3, 4]), PathMove(second, 5, [0, 2])]),
-        call(kv.tensors["draft"], [PathMove(first, 3, [0, 2]), PathMove(second, 5, [1, 3])]),
-    ]
 
 
 def test_compaction_renumbers_what_is_still_to_be_cleared(kv: KVCache, ops: Mock) -> None:

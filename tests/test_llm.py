@@ -131,16 +131,6 @@ def test_the_progress_bar_of_a_call_counts_nobody_elses_tokens(llm: LLM, capsys:
     assert " 1.00 tokens/step" in capsys.readouterr().err
 
 
-def test_a_refused_call_leaves_no_progress_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
-    stream = llm.stream(PROMPTS[0], greedy(40, ignore_eos=True), request_id="mine")
-    next(stream)
-    with pytest.raises(ValueError, match="that of a request in flight"):
-        llm.generate(PROMPTS[1], greedy(8), request_id="mine")
-    stream.close()  # type: ignore[attr-defined]
-    shown = capsys.readouterr().err
-    assert "\n" not in shown and not shown.rstrip("\r").rpartition("\r")[2].strip()
-
-
 @pytest.mark.parametrize("options", [{}, {"seed": 3, "temperature": 1.5, "n": 3}])
 def test_a_stream_grows_to_what_generate_gives(llm: LLM, options: dict[str, Any]) -> None:
     """Hence nothing of a stop string ever shows, and what was held back for one that does not come shows at the end."""

@@ -47,13 +47,6 @@ def test_an_engine_goes_by_its_measured_passes(zoo: Zoo, pays: bool) -> None:
     assert (engine.counters.num_swapped_out > 0) == pays and engine.counters.num_preemptions > 0
 
 
-def test_passes_that_a_draft_lets_be_measured_are_gone_by(zoo: Zoo) -> None:
-    engine = make_engine(zoo.path("llama"), None, speculation="adaptive", **SCARCE)
-    assert engine.scheduler.swap_rule.pass_s is None
-    engine.swap_draft(zoo.path("llama~"))
-    assert engine._profiler.target is not None and engine.scheduler.swap_rule.pass_s == engine._profiler.target.predict
-
-
 def test_copies_of_fewer_bytes_take_less_time(zoo: Zoo) -> None:
     engine = make_engine(zoo.path("llama"), zoo.path("llama~"), swap_space=2**20, **SCARCE)
     rule = engine.scheduler.swap_rule

@@ -610,13 +610,6 @@ def test_an_interrupt_in_the_policy_loses_no_request() -> None:
     assert {*told} == {"preempted", "aborted", "started", "ended"} and not world.scheduler.has_unfinished
 
 
-def test_finished_requests_leave_and_waiting_ones_join_at_the_next_step() -> None:
-    world = World(max_batch_size=2, num_kv_blocks=40)
-    short, long, late = (world.add([i], length, ignore_eos=True) for i, length in ((1, 2), (2, 6), (3, 2)))
-    plans = [world.step(0, Random(0)).requests for _ in range(6)]
-    assert plans == [[short, long]] * 2 + [[long, late]] * 2 + [[long]] * 2
-
-
 def test_a_request_that_would_soon_be_preempted_does_not_join() -> None:
     world = World(max_batch_size=4, num_kv_blocks=5, prefill_chunk_size=4)
     first = world.add([1] * 20, 10, ignore_eos=True)

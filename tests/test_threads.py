@@ -329,21 +329,6 @@ def beside_interrupted_leader(llm: LLM, monkeypatch: pytest.MonkeyPatch, functio
     monkeypatch.undo()
 
 
-def test_a_caller_that_an_interrupt_has_cost_its_turn_takes_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that leads is interrupted whenever it would hand over."""
-    expected, hand_over, thread = generate(llm, "the", greedy(5)), StepLoop._hand_over, threading.get_ident()
-
-    def fail(loop: StepLoop) -> None:
-        if threading.get_ident() == thread:
-            raise KeyboardInterrupt
-        hand_over(loop)
-
-    results = list[Any]()
-    monkeypatch.setattr(StepLoop, "_hand_over", fail)
-    beside_interrupted_leader(llm, monkeypatch, lambda: results.append(generate(llm, "the", greedy(5))))
-    assert results == [expected]
-
-
 def test_a_caller_that_an_interrupt_dropped_is_asked_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that leads is interrupted while it puts the other last."""
     put_last, results, errors = StepLoop._put_last, list[Any](), list[str]()

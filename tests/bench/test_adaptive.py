@@ -28,8 +28,6 @@ from titan.bench.hopeless_drafts import load_shuffled
 from titan.bench.runs import Run
 from titan.bench.samples import Sample
 from titan.bench.workloads import Workload
-from titan.draft.draft_model import DraftModelDrafter
-from titan.draft.registry import _FACTORIES, open_draft_model, register
 from titan.engine import Engine
 from titan.models.files import ModelFiles
 from titan.models.loader import load_model, open_model
@@ -196,14 +194,3 @@ def test_bad_options_are_refused(zoo: Zoo, bad: list[str], message: str, capsys:
 def test_a_draft_without_weights_is_refused_before_work_is_done(zoo: Zoo, option: str) -> None:
     with pytest.raises(ValueError, match=f"{option} needs a draft model: --draft-model ngram is none"):
         parse_arguments(options(zoo, "--draft-model", "ngram", option))
-
-
-@pytest.mark.parametrize("option", ["--mixed", "--hopeless"])
-def test_a_drafter_of_a_class_of_its_own_is_refused_with_its_name(zoo: Zoo, monkeypatch: pytest.MonkeyPatch, option: str) -> None:
-    class Mine(DraftModelDrafter):
-        pass
-
-    monkeypatch.setattr("titan.draft.registry._FACTORIES", dict(_FACTORIES))
-    register("mine", lambda context: open_draft_model(zoo.path("llama~"), context, Mine)())
-    with pytest.raises(ValueError, match=f"{option} needs a draft model: --draft-model mine is a Mine"):
-        AdaptiveBench(parse_arguments(options(zoo, *SIZES, "--draft-model", "mine", option)))

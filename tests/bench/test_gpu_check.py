@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +10,6 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -21,19 +18,16 @@ from interpreted import triton_backend
 
 from titan.bench import gpu_check
 from titan.bench.gpu import attention, ceilings, end_to_end, random_models, sampling, splits
-from titan.bench.gpu.attention import KERNELS, LLAMA_3_8B, TITAN, UNIFORM
-from titan.bench.gpu.attention_batches import make_case, uniform_shape
+from titan.bench.gpu.attention import KERNELS, LLAMA_3_8B, TITAN
+from titan.bench.gpu.attention_batches import uniform_shape
 from titan.bench.gpu.end_to_end import AT_GOAL, DRAFTS_SAMPLED, PLAIN, EndToEnd, Mode, PaidReplayDrafter, expected_tokens
 from titan.bench.gpu.sections import Figures, Row, Section, Setting, Task, WrongNumbersError, run_isolated, run_tasks
 from titan.bench.gpu.timing import covered_seconds
 from titan.bench.step_times import step_times
-from titan.core.attention import AttentionSpec
 from titan.core.step import Acceptance
 from titan.kernels.backend import choose_backend
 from titan.kernels.torch.backend import TorchBackend
-from titan.kernels.triton.attention_planner import TreeAttentionPlan
 from titan.kernels.triton.tools import INTERPRETED
-from titan.kernels.triton.tree_attention import tree_attention
 from titan.models.decoder import Decoder
 
 TINY = Setting(torch.device("cpu" if INTERPRETED else "cuda:0"), is_tiny=True, copy_bandwidth=1e9)
@@ -227,21 +221,6 @@ def test_overlapping_work_of_a_device_counts_once() -> None:
 # ----- attention
 
 
-def test_goals_follow_from_floors_and_kernels() -> None:
-    setting = replace(TINY, is_tiny=False, copy_bandwidth=4.3e12)
-    goals = {tuple(task.labels.values()): task.goals for task in attention.make_tasks(setting)}
-    of_titan = [goals[*batch, TITAN] for batch in [(8, 32768), (8, 8192), (1, 32768), (1, 8192)]]
-    assert of_titan == [{"of bandwidth": 0.85}, {"of bandwidth": 0.75}, {"of bandwidth": 0.65}, {}]
-    assert goals[8, 8192, "FlashInfer, fa2"] == {"x titan": 1.0} and goals[1, 32768, "FlashInfer, fa2"] == {}
-    assert goals[1, 32768, "gather + SDPA"] == {"x titan": 4.0} and goals[32, "1024 to 16384", TITAN] == {}
-    assert not any(task.goals for task in attention.make_tasks(TINY))
-    row = Row({}, 0, {"a": 2.0, "b": 1.9, "c": float("nan")}, goals=dict.fromkeys("abcd", 2.0))
-    assert row.is_met == {"a": True, "b": False, "c": False}
-    labels = list(goals)
-    assert labels[: len(UNIFORM)] == [(*each, TITAN) for each in UNIFORM]  # the most important first
-    assert {(*each, kernel) for each in attention.COMPARED for kernel in KERNELS} < set(labels)
-
-
 def test_others_agree_with_titan_at_tiny_shapes() -> None:
     tasks = attention.SECTION.make_tasks(TINY)
     rows = attention.SECTION.compare(list(run_tasks(tasks, 1000, lambda: 0.0)))
@@ -254,15 +233,6 @@ def test_others_agree_with_titan_at_tiny_shapes() -> None:
     assert sdpa["x titan"] == pytest.approx(sdpa["us"] / titan["us"])
     assert titan["plan, us"] > 0 and "plan, us" not in sdpa
     assert titan["of bandwidth"] == pytest.approx(titan["floor, us"] / titan["us"])
-
-
-def test_planning_is_all_the_launches_that_the_layers_need() -> None:
-    case = make_case(uniform_shape(attention.TINY, 2, 150), TINY)
-    with patch.object(TreeAttentionPlan, "_plan", autospec=True, side_effect=TreeAttentionPlan._plan) as launch:
-        plan = case.plan()
-        assert launch.call_count == 1
-        tree_attention(case.q[0], case.kv[0], plan, AttentionSpec(case.scale))
-        assert launch.call_count == 1
 
 
 def test_the_planners_split_is_compared_with_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,17 +288,6 @@ def test_whole_engines_run_at_tiny_shapes(monkeypatch: pytest.MonkeyPatch) -> No
     assert drafted["x plain"] == pytest.approx(drafted["tokens/s"] / plain["tokens/s"])
     plain, drafted = found[others[2]], found[others[3]]
     assert drafted["x plain"] == pytest.approx(drafted["tokens/s"] / plain["tokens/s"])  # which samples, too
-
-
-def test_only_the_batches_asked_for_are_planned_on_the_cuda_path_with_goals_for_each_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Mock()
-    monkeypatch.setattr(end_to_end, "EndToEnd", made)
-    tasks = end_to_end.make_tasks(replace(TINY, is_tiny=False, batches=(1, 8)))
-    plan, _, backend = made.call_args.args
-    assert max(plan.batches) == 8 and {task.labels["requests"] for task in tasks} == {1, 8} and backend.name == "Triton"
-    drafts = "1 B", "1 B, 8 bits", "0.1 B", "0.1 B, 8 bits"
-    goals = {(task.labels["draft"], task.labels["requests"]): task.goals for task in tasks if task.labels["mode"] == AT_GOAL}
-    assert goals == {(draft, n): {"x plain": least} for draft in drafts for n, least in ((1, 2.2), (8, 1.6))}
 
 
 @pytest.mark.parametrize(("acceptance", "tokens_per_step"), [(1.0, 7), (0.0, 1)])
@@ -413,28 +372,6 @@ def test_rows_are_compared_with_those_of_another_run(tmp_path: Path, monkeypatch
     gpu_check.main(options, in_this_process)
     first, second = json.loads((tmp_path / "new.json").read_text())["rows"]
     assert first["figures"] == {"other": 4.0, "figure": 3.0, "x base": 3.0} and "x base" not in second["figures"]
-
-
-FIRST_HOUR = Path(gpu_check.__file__).with_name("gpu") / "first_hour.sh"
-
-
-@pytest.mark.parametrize(("words", "batches"), [(["b"], "1 8 32"), (["b", "--tiny"], "1 2 3")])
-def test_engines_of_the_first_hour_record_graphs_for_no_more_requests_than_they_get(
-    words: list[str], batches: str, tmp_path: Path
-) -> None:
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\necho "ran $*"\n')
-    python.chmod(0o755)
-    environment = {"PATH": os.environ["PATH"], "OUT": str(tmp_path), "PYTHON": str(python), "LIMIT": "60"}
-    call = subprocess.run(["bash", str(FIRST_HOUR), *words], env=environment, capture_output=True, text=True, check=True)
-    assert "ran -m titan.bench.gpu_check " in call.stdout and f"--batches {batches}\n" in call.stdout
-
-
-@pytest.mark.parametrize(("words", "message"), [(["d"], "BASE= must be its folder"), (["e"], "usage"), (["a", "tiny"], "usage")])
-def test_calls_of_the_first_hour_that_cannot_be_made_are_refused(words: list[str], message: str, tmp_path: Path) -> None:
-    environment = {"PATH": os.environ["PATH"], "OUT": str(tmp_path)}
-    call = subprocess.run(["bash", str(FIRST_HOUR), *words], env=environment, capture_output=True, text=True, check=False)
-    assert call.returncode == 2 and message in call.stdout and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("gamma", [0, 1, 5])

@@ -20,7 +20,6 @@ from titan.bench.throughput import (
     ThroughputBench,
     main,
     parse_arguments,
-    product_and_kv_ms,
     throughput_answer,
     throughput_tables,
     timed_sample,
@@ -29,7 +28,6 @@ from titan.bench.throughput import (
 from titan.bench.workloads import Workload
 from titan.cli import main as titan_main
 from titan.engine import Engine
-from titan.models.decoder import Decoder
 
 FAKE = Mode("a fake", engine=str(Path(__file__).with_name("fake")))
 OURS = ["titan", "titan-draft", "titan-static", "titan-single"]
@@ -75,15 +73,6 @@ def test_decode_steps_have_their_mean_context_and_a_pass_is_over_its_products_an
         if is_plain:
             assert figures["ms/target pass"] == pytest.approx(figures["ms/products and KV"] * figures["pass x products and KV"])
             assert figures["ms/products and KV"] > 0
-
-
-@pytest.mark.parametrize(("is_host", "model", "expected"), [(True, Decoder, 2.0), (False, Decoder, None), (True, object, None)])
-def test_products_and_kv_alone_are_timed_of_a_decoder_on_a_cpu(
-    is_host: bool, model: type, expected: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("titan.bench.throughput.product_and_kv_seconds", lambda *_: 0.002)
-    engine = Mock(backend=Mock(is_host=is_host), runner=Mock(model=Mock(spec=model)))
-    assert product_and_kv_ms(engine, 1, 8.0) == expected and product_and_kv_ms(None, 1, 8.0) is None
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from titan.bench import tune
-from titan.bench.gpu.sections import Row, Setting, Status
+from titan.bench.gpu.sections import Row, Setting
 from titan.bench.tune import RELATIVE, Key, tuning_shapes
 from titan.kernels.triton import tuning
 from titan.kernels.triton.tools import INTERPRETED
@@ -75,16 +75,6 @@ def test_a_candidate_must_be_faster_by_turns_with_the_present_one_mostly(monkeyp
     assert not any(times.values())
 
 
-def test_tiles_most_like_the_present_ones_are_tried_first_and_those_not_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune, "TILES", [(32, 8, 3), (32, 4, 5), (64, 8, 3), (64, 4, 5), (128, 4, 5)])
-    monkeypatch.setattr(tune, "PROGRAMS", (2,))
-    monkeypatch.setattr(tune, "NUM_TINY", 9)
-    monkeypatch.setattr(tune, "compare", lambda *_: {RELATIVE: 1.0})
-    rows: list[Row] = []
-    list(tune.tune(KEY, 32, TINY, rows))
-    assert [(row.labels["block_n"], row.labels["warps"]) for row in rows] == [(32, 4), (128, 4), (64, 8), (32, 8)]
-
-
 def test_a_candidate_that_is_wrong_or_does_not_run_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     original = tune.titan
 
@@ -135,17 +125,3 @@ def test_what_interrupts_a_run_leaves_the_best_so_far_as_lines_for_the_table(
     tune.main(["--tiny", "--threads", "1", "--head-dims", "128", "--block-m", "64", "16", "32", "128"])
     lines = [line for line in capsys.readouterr().out.splitlines() if "TileConfig(" in line]
     assert lines == [f"| (90, 128, 2) | TileConfig({block_m}, 128, 8, 7, 3), |" for block_m in (16, 32, 64)]
-
-
-@pytest.mark.parametrize(
-    ("statuses", "expected"), [(["ok"], 0), (["failed", "ok"], 0), (["ok", "wrong"], 1), (["failed", "failed"], 1)]
-)
-def test_the_status_says_whether_a_candidate_was_wrong_or_none_could_run(
-    statuses: list[Status], expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def found(key: Key, block_m: int, setting: Setting, tried: list[Row]) -> Iterator[TileConfig]:
-        tried += [Row(dict.fromkeys(tune.LABELS, 1), 0, {RELATIVE: 1.0}, status=each) for each in statuses]
-        yield PRESENT[0]
-
-    monkeypatch.setattr(tune, "tune", found)
-    assert tune.main(["--tiny", "--threads", "1", "--head-dims", "128", "--block-m", "16"]) == expected

@@ -177,18 +177,6 @@ def test_a_sampled_output_is_its_own_whatever_the_neighbours_chunks_and_preempti
     assert chunked.counters.num_preemptions > len(PROMPTS) / 2
 
 
-@pytest.mark.parametrize("max_draft_tokens", [2, 6, 20])
-@pytest.mark.parametrize("speculation", ["adaptive", "fixed"])
-def test_the_tokens_of_a_seed_depend_on_nothing_but_their_request(zoo: Zoo, speculation: str, max_draft_tokens: int) -> None:
-    """Where drafts may be sampled, too: those of requests with a seed of their own are not."""
-    plain = run_all(make_engine(zoo.path("llama"), **AMPLE), PROMPTS, SAMPLED)
-    options = {"speculation": speculation, "max_draft_tokens": max_draft_tokens, "draft_tree": "auto", "draft_sampling": "auto"}
-    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **AMPLE | options)
-    assert run_all(engine, PROMPTS, SAMPLED) == plain
-    assert [run_all(engine, [prompt], [params])[0] for prompt, params in zip(PROMPTS, SAMPLED, strict=True)] == plain
-    assert speculation == "adaptive" or sum(engine.counters.accepted_per_depth) > 20
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("sampling", ["greedy", "sampled"])
 def test_a_draft_that_breaks_down_for_one_request_costs_nobody_an_output(zoo: Zoo, sampling: str, shape: str) -> None:
@@ -302,25 +290,6 @@ def test_a_drafter_may_be_wrapped(zoo: Zoo, draft: str, monkeypatch: pytest.Monk
     assert run_all(engine, PROMPTS, [greedy(9)] * len(PROMPTS)) == [zoo.greedy("llama", prompt, 9) for prompt in PROMPTS]
     metrics = engine.metrics()
     assert metrics.num_draft_failures == 0 and (sum(metrics.accepted_per_depth) > 0) == runs_model
-
-
-def test_a_drafter_with_a_model_of_another_kind_is_fed_nothing(zoo: Zoo) -> None:
-    class Mine(NoDrafter):
-        name, model, max_draft_tokens = "mine", "mine", 1
-
-    engine = make_engine(zoo.path("llama"), Mine(), **AMPLE)
-    assert not engine.drafting.is_fed
-
-
-@pytest.mark.parametrize(("back_end", "num_nodes"), [("cpu", 6), ("triton", MAX_CHAIN_NODES)])
-def test_on_a_device_a_tree_behind_a_prompt_is_a_short_chain(zoo: Zoo, back_end: str, num_nodes: int) -> None:
-    options = AMPLE | {"draft_tree": "auto", "max_draft_tokens": 6}
-    engine = make_engine(zoo.path("eight"), zoo.path("eight~"), backend=make_back_end(back_end), **options)
-    num_nodes_of = list[int]()
-    engine.observers.append(lambda _, acceptance: num_nodes_of.append(acceptance.trees.num_nodes))
-    submit(engine, [[3, 4, 5, 6, 7] * 4], [greedy(9, ignore_eos=True)])
-    engine.step()
-    assert num_nodes_of == [num_nodes]
 
 
 def test_a_draft_model_may_be_given_again_whatever_the_shape_of_its_trees(zoo: Zoo) -> None:

@@ -18,8 +18,6 @@ from transformers import PreTrainedModel
 from zoo import Zoo, random_prompts
 
 from titan import LLM, SamplingParams
-from titan.bench.adaptive import AdaptiveBench, parse_arguments
-from titan.bench.draft_recipes import DraftRecipe, Models
 from titan.cli import main
 from titan.diagnosis import faults
 from titan.draft.draft_model import DraftModelDrafter
@@ -298,20 +296,3 @@ def test_the_share_in_common_is_shown(pair: Pair, capsys: pytest.CaptureFixture[
     engine = make_engine(pair.target, pair.drafts["tied"], **AMPLE)
     run_all(engine, PROMPTS, [greedy(18, ignore_eos=True)] * len(PROMPTS))
     assert any(share in fault for fault in faults(engine.metrics()))
-
-
-def test_benches_map_the_tokens_of_a_draft_whose_weights_they_share(pair: Pair) -> None:
-    """As often accepted as where the engine loads it itself."""
-    loads_itself = make_engine(pair.target, pair.drafts["alike"], **AMPLE, max_draft_tokens=4)
-    shares = make_engine(pair.target, **AMPLE, max_draft_tokens=4)
-    recipe, models, params = DraftRecipe.parse(pair.drafts["alike"], 4), Models(), [greedy(12)] * len(PROMPTS)
-    expected = run_all(loads_itself, PROMPTS, params), loads_itself.metrics().accepted_per_depth
-    for _ in range(2):
-        shares.swap_draft(recipe.make_drafter(shares, models))
-        assert run_all(shares, PROMPTS, params) == expected[0]
-    assert shares.metrics().accepted_per_depth == [2 * each for each in expected[1]] and expected[1][0] > 10
-    models_of = ["--model", pair.target, "--draft-model", pair.drafts["alike"], "--dtype", "float32", "--threads", "1"]
-    with pytest.raises(
-        ValueError, match=r"--hopeless needs a draft with the target's tokens: those of --draft-model .* are others"
-    ):
-        AdaptiveBench(parse_arguments([*models_of, "--hopeless"]))

@@ -75,25 +75,6 @@ def test_the_fastest_kind_that_is_here_is_chosen_and_no_other_is_allowed(monkeyp
             choose_backend(CPU)
 
 
-@pytest.mark.parametrize(
-    ("vendor", "order"),
-    [
-        ("GenuineIntel", ["amx", "avx512", "avx512bf16", "avx2", "native"]),
-        ("AuthenticAMD", ["amx", "avx512bf16", "avx512", "avx2", "native"]),
-        (None, ["amx", "avx512bf16", "avx512", "avx2", "native"]),
-    ],
-)
-def test_products_of_bfloat16_are_for_those_whose_processor_does_them_fast(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, vendor: str | None, order: list[str]
-) -> None:
-    monkeypatch.setattr(cpu_kinds, "KINDS", tuple(replace(kind, is_here=lambda: True) for kind in cpu_kinds.KINDS))
-    facts = tmp_path / "cpuinfo"
-    if vendor is not None:
-        facts.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n", encoding="utf-8")
-    monkeypatch.setattr(cpu_kinds, "Path", lambda _: facts)
-    assert [kind.name for kind in kinds_here()] == order
-
-
 def test_without_a_compiler_pytorch_runs_with_the_threads_that_were_asked_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,8 +10,6 @@ from ctypes import addressof, c_int64, c_void_p
 from functools import partial
 from pathlib import Path
 from resource import RLIMIT_AS, getrlimit, setrlimit
-from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -20,10 +18,9 @@ from back_ends import KINDS, make_kernels
 from torch import Tensor
 
 from titan.core.sampling_rows import OPTIONS
-from titan.kernels.cpu import weights as cpu_weights
 from titan.kernels.cpu.compiled import CompiledKernels
 from titan.kernels.cpu.layers import CompiledOps
-from titan.kernels.cpu.weights import CODE_BITS, HUGE_PAGE_BYTES, MAX_RARE, pack_weight, round_to_8_bits, weight_struct
+from titan.kernels.cpu.weights import CODE_BITS, MAX_RARE, pack_weight, round_to_8_bits, weight_struct
 
 SIZES = [(1, 1), (64, 32), (50, 70), (17, 16), (131, 33), (33, 2050), (100, 192)]
 NUM_ROWS = (*range(20), 21, 24, 31, 32, 33, 37, 48, 63, 64, 65, 70, 90, 170, 260, 530)  # also of several parts and sets of groups
@@ -278,25 +275,6 @@ def test_too_little_memory_is_an_error_of_the_call_alone(num_threads: int) -> No
         setrlimit(RLIMIT_AS, limits)
     sample()
     assert (tokens >= 0).all() and (tokens[:, 0] != tokens[:, 1]).all()
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="madvise is Linux's")
-@pytest.mark.parametrize("offset", [0, 1, mmap.PAGESIZE - 1])
-def test_whole_pages_inside_the_area_are_asked_for_and_keep_their_contents(offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor = torch.arange(4 * HUGE_PAGE_BYTES)
-    cpu_weights.use_huge_pages(tensor.data_ptr() + 1 + offset, 3 * HUGE_PAGE_BYTES + 17)
-    assert torch.equal(tensor, torch.arange(len(tensor)))  # nothing in them changes
-    madvise = MagicMock(return_value=0)
-    monkeypatch.setattr("ctypes.CDLL", lambda name: SimpleNamespace(madvise=madvise))
-    address, num_bytes = 100 * HUGE_PAGE_BYTES + offset, HUGE_PAGE_BYTES + 5
-    cpu_weights.use_huge_pages(address, HUGE_PAGE_BYTES - 1)
-    madvise.assert_not_called()  # too little for a large page
-    cpu_weights.use_huge_pages(address, num_bytes)
-    start, length, _ = madvise.call_args.args
-    advice = cpu_weights.MADV_HUGEPAGE, cpu_weights.MADV_COLLAPSE
-    assert [each.args for each in madvise.call_args_list] == [(start, length, each) for each in advice]
-    assert address <= start < address + mmap.PAGESIZE and start % mmap.PAGESIZE == 0
-    assert length % mmap.PAGESIZE == 0 and 0 <= address + num_bytes - (start + length) < mmap.PAGESIZE
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

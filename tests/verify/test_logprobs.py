@@ -14,14 +14,12 @@ from back_ends import make_back_end
 from stepping import greedy, make_engine, make_request, submit
 from text_tools import make_word_tokenizer
 from tiny_models import make_model, reference_logits
-from torch import Tensor
 from zoo import Zoo, random_prompts
 
 from titan import LLM, CompletionOutput, Logprob, SamplingParams
 from titan.core.request import Request
 from titan.core.terms import as_terms
 from titan.frontend import FrontEnd
-from titan.verify import logprobs
 from titan.verify.logprobs import emitted_logprobs
 
 upload = make_back_end("torch").upload
@@ -160,26 +158,3 @@ def test_tokens_that_tie_have_the_rank_of_the_first() -> None:
     paths, tokens = [[0, 1, 2, 3]], [[0, 1, 2, 3, 4]]
     [entries] = emitted_logprobs([asking_for(0)], np.array([0, 5]), paths, tokens, logits, upload).values()
     assert [entry[token_id].rank for token_id, entry in enumerate(entries)] == [4, 1, 1, 5, 1]
-
-
-def test_a_row_that_asks_for_the_whole_vocabulary_costs_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "MAX_ROWS", 4)
-    looked_at, topk = list[tuple[int, int]](), Tensor.topk
-
-    def counted(values: Tensor, count: int, **options: Any) -> Any:
-        looked_at.append((len(values), count))
-        return topk(values, count, **options)
-
-    monkeypatch.setattr(Tensor, "topk", counted)
-    requests = [asking_for(count) for count in (2, 1, -1, 0, 3, 2, -1, -1, -1)]
-    logits = torch.randn(len(requests), 50, generator=torch.Generator().manual_seed(0))
-
-    def entries_of(index: list[int]) -> list[dict[int, Logprob]]:
-        asking, paths, tokens = [requests[i] for i in index], [[] for _ in index], [[i + 7] for i in index]
-        found = emitted_logprobs(asking, np.arange(len(index) + 1), paths, tokens, logits[index], upload)
-        return [entry for i in range(len(index)) for entry in found[i]]
-
-    together = entries_of([*range(len(requests))])
-    assert looked_at == [(2, 2), (1, 50), (1, 0), (2, 3), (2, 50), (1, 50)]
-    assert together == [entry for i in range(len(requests)) for entry in entries_of([i])]
-    assert [len(entry) for entry in together if len(entry) > 4] == [50] * 4
