@@ -357,6 +357,24 @@ def test_what_rests_cost_is_followed_and_drafts_of_before_count_less() -> None:
     assert load.candidates[0].counts.num_drafts <= IDLE_FADE**num_rests * drafts_before
 
 
+@pytest.mark.parametrize(("is_right", "stands"), [(False, True), (True, False)])
+def test_a_probe_that_shows_no_more_than_was_hoped_for_changes_nothing(is_right: bool, stands: bool) -> None:
+    """Drafts so poor that not even a standard error more would pay; comparing once more would take a third of a step."""
+    controller, usual = controller_of(DEMO), Outcome(0, 0, 0, 0, DEMO.host(8, 0) + DEMO.target(8, 800), 0.0, DEMO.target(8, 800))
+    load = Load([Candidate(counts(0.05, 20.0), 6, 20, 256, True, num_reviewable=16) for _ in range(8)], 8, 800)
+    controller.fleet = counts(0.05, 20.0)
+    while not (decision := controller.choose(load)).probed:
+        controller.observe(usual)
+    for i in decision.reviewed:
+        for _ in range(16):
+            load.candidates[i].counts.note_draft(0.9 if is_right else 0.05)
+            load.candidates[i].counts.note(0.9 if is_right else 0.05, is_right)
+    controller.observe(usual._replace(seconds=1.2 * usual.seconds, review_rows=20, review_seconds=DEMO.draft(20, 100)))
+    before = controller.optimum
+    controller.choose(load)
+    assert (controller.optimum is before) == stands
+
+
 def test_steps_like_a_rest_pass_until_something_changes_or_a_probe_is_due() -> None:
     controller, usual = controller_of(DEMO), Outcome(0, 0, 0, 0, DEMO.host(8, 0) + DEMO.target(8, 800), 0.0, DEMO.target(8, 800))
     load = Load([Candidate(counts(0.1, 20.0), 6, 2, 256, True) for _ in range(8)], 8, 800)

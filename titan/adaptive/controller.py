@@ -29,7 +29,7 @@ from titan.adaptive.load import Candidate, Load, Outcome
 from titan.adaptive.optimum import MARGIN, Optimum, Prices, best
 from titan.adaptive.probes import Probes
 from titan.adaptive.standing import Standing
-from titan.adaptive.value import PastRequests, Yield, estimate
+from titan.adaptive.value import PastRequests, Yield, estimate, own_acceptance
 from titan.core.draft_history import AcceptanceCounts
 from titan.core.growth import Worth
 
@@ -264,10 +264,15 @@ class Controller:
             self._standing.note_comparison(outcome.deciding_seconds)
         if decision.probed or not self.optimum.drafts:
             self._learn()
-        if decision.is_probe:
+        if decision.is_probe and self._may_pay(decision.probed):
             self._standing.end()
         if decision.is_steady:
             self._go_on([outcome])
+
+    def _may_pay(self, probed: Sequence[int]) -> bool:
+        """Whether drafting may pay after a probe: it was hoped for, or someone showed more than was hoped for."""
+        shown = [own_acceptance(self._load.candidates[i].counts, self.fleet.agreement) for i in probed]
+        return any(self._hoped) or any(p > self._estimates.bounds[i] for p, i in zip(shown, probed, strict=True))
 
     def observe_repeats(self, outcomes: Sequence[Outcome]) -> None:
         """Take note of what came of steps that drafted as the last one that was decided; at most as many as may."""
