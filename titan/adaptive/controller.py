@@ -10,8 +10,7 @@ which are seconds times that rate (`titan.core.growth.Worth`): at the optimum of
 is above the whole's (Dinkelbach, "On nonlinear fractional programming", 1967; the marginal value theorem of Charnov, 1976). Where
 it is not known, requests draft the nodes that the optimum has of them.
 
-Estimates of p age by steps. The longer the draft must first be fed what it has missed of a request, the surer it has to pay: up to
-one standard error lower than p seems. One that would pay if p were a standard error higher is probed.
+Estimates of p age by steps. A request whose drafts would pay if p were a standard error higher is probed.
 
 Everything here is a function of what it is given: there is no clock and no device.
 """
@@ -20,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import ceil, sqrt
+from math import ceil
 from operator import is_
 from typing import NamedTuple
 
@@ -226,13 +225,9 @@ class Controller:
         prices = self._prices = Prices(load, self.costs)
         has_prompts = load.num_lasting != len(load.candidates)
         plain_seconds = self.costs.plain_seconds(load._replace(num_rows=load.num_lasting)) if has_prompts else prices.plain_seconds
-        per_missing = len(load.candidates) * prices.missing_row_seconds / plain_seconds
-        sure = [
-            max(0.0, p - min(1.0, (each.num_missing - 1) * per_missing) * estimates.mean_error * sqrt(p * (1 - p)))
-            for p, each in zip(estimates.means, load.candidates, strict=True)
-        ]
         self._probes.forget()
-        self.optimum = best(sure, prices, self.drafting_yield.factor, 1 - MARGIN if self.optimum.drafts else 1 + MARGIN)
+        least = 1 - MARGIN if self.optimum.drafts else 1 + MARGIN
+        self.optimum = best(estimates.means, prices, self.drafting_yield.factor, least)
         self._plain_after = PLAIN_STEPS * (1 + min(self.optimum.rate / self.optimum.off_rate - 1, 1.0) / PLAIN_GAIN)
         self._worths = [self._worth(i, prices) if self.optimum.num_nodes[i] else None for i, each in enumerate(load.candidates)]
         self._hoped = self.optimum.num_nodes

@@ -21,7 +21,7 @@ GRID_SIZES, GRID_DEPTHS = 16, 8
 MIN_VALUE = 0.02
 """Value below which no node is considered."""
 
-DEBT_STEPS, DEBT_SHARE = 96, 0.5
+DEBT_STEPS, DEBT_SHARE = 64, 0.5
 """Most steps over which the cost of feeding the draft what it has missed is spread, and the share of the tokens yet to come."""
 
 
@@ -63,11 +63,11 @@ class Prices:
         self.total_weight = sum([each.weight for each in load.candidates])
         self.plain_seconds = costs.decode_seconds(load)  # prefill is paid for anyway: it only makes further rows more expensive
         self.off_rate = self.total_weight / self.plain_seconds
-        self.missing_row_seconds = costs.missing_row_seconds(load)
+        missing_row_seconds = costs.missing_row_seconds(load)
         # of a candidate's first row in the draft's pass, as the debts of those that the draft has not been fed are spread
         self.first_seconds = [
             self.row_seconds
-            + self.missing_row_seconds * (each.num_missing - 1) / min(DEBT_STEPS, max(1.0, DEBT_SHARE * each.num_remaining))
+            + missing_row_seconds * (each.num_missing - 1) / min(DEBT_STEPS, max(1.0, DEBT_SHARE * each.num_remaining))
             for each in load.candidates
         ]
         self.host = [0.0, *[costs.host.predict(n, 1 << octave) for octave in range(n.bit_length())]]  # by octaves of drafting ones

@@ -20,14 +20,17 @@ from titan.adaptive.costs import Costs
 from titan.adaptive.host_time import COLD_STEPS
 from titan.adaptive.load import Candidate, Load
 
-PROBE_SHARE = 0.0125
+PROBE_SHARE = 0.01
 """Share of the time."""
 
 LEAST_REVIEWED = 6
 """Tokens from which on a request is worth a review."""
 
 MAX_ADVANCE = 1.0
-"""Steps whose time may be spent in advance, or saved; at the start, they are."""
+"""Steps whose time may be spent in advance; at the start, it was saved."""
+
+MAX_SAVED = 1.25
+"""Most that is saved for the next probe, as a multiple of its price: once there is enough, that may have risen a little."""
 
 MAX_LOSS = 3.0
 """What a probe is taken to cost at most, as a multiple of what was expected or of a step: anything may hold it up."""
@@ -137,7 +140,7 @@ class Probes:
                 saved = max(saved, -MAX_LOSS * max(self.price, plain_seconds))
             self.credit = min(self.credit + saved, max(self.credit, 0.0))  # gains make up for losses, but are not spent
         if self.price:
-            self.credit = min(self.credit, self.price + MAX_ADVANCE * plain_seconds)  # a new price may be a little higher
+            self.credit = min(self.credit, MAX_SAVED * self.price)
         if not is_probe:
             self.credit = max(self.credit, min(before, -MAX_DEBT * plain_seconds))
 

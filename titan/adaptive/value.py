@@ -41,7 +41,6 @@ class Estimates(NamedTuple):
     means: Sequence[float]  # of each request
     bounds: Sequence[float]  # a standard error higher
     agreements: Sequence[float]  # of each request: accepted nodes as a multiple of those that the draft expects; at most 1
-    mean_error: float  # of the mean of all; a share of the standard deviation of one draft
 
 
 @dataclass(slots=True)
@@ -132,7 +131,7 @@ def estimate(fleet: AcceptanceCounts, past: PastRequests, requests: Sequence[Acc
     seen = 1 + min(fleet.num_drafts, k)
     bounds = [_bound(p, seen + count) for p, count in zip(means, drafts, strict=True)]
     agreements = [min(1.0, _agreement(each, agreement)) for each in requests]
-    return Estimates(means, bounds, agreements, (1 + k * weight) ** -0.5)
+    return Estimates(means, bounds, agreements)
 
 
 def _bound(mean: float, num_seen: float) -> float:
