@@ -12,7 +12,7 @@ import pytest
 from adaptive_simulator import MACHINES, Fixed, Fleet, Machine, Policy, Text, compare, controller_of, expected_rate, gain_of_fixed
 from adaptive_traffic import against_off
 
-from titan.adaptive.controller import IDLE_FADE, PLAIN_GAIN, PLAIN_STEPS, REPEATS_SECONDS, Controller
+from titan.adaptive.controller import IDLE_FADE, PLAIN_GAIN, PLAIN_STEPS, Controller
 from titan.adaptive.costs import Costs
 from titan.adaptive.load import Candidate, Load, Outcome
 from titan.adaptive.optimum import DEBT_STEPS, Prices, best
@@ -576,24 +576,6 @@ def test_a_draft_that_fails_at_every_step_is_given_up(num_missing: int) -> None:
         assert controller.optimum.drafts == (has_passes and num_missing > 1)
 
 
-@pytest.mark.parametrize(("share", "num_repeats"), [(1.01, 1), (0.4, 2), (0.1, DWELL - 1)])
-@pytest.mark.parametrize(("length", "is_long"), [(1.0, False), (1.9, False), (2.1, True)])
-def test_short_steps_that_repeat_a_decision_are_looked_at_and_learned_from_together(
-    share: float, num_repeats: int, length: float, is_long: bool
-) -> None:
-    """And one by one if they took long: each moves what is expected no further than a single step may."""
-    controller, load, outcome = drafting_controller()
-    controller.optimum.seconds = share * REPEATS_SECONDS
-    controller.observe(outcome)
-    assert controller.num_repeats == num_repeats
-    controller.observe_repeats([outcome._replace(seconds=length * REPEATS_SECONDS / num_repeats)] * num_repeats)
-    note = Mock(wraps=controller.costs.note_drafting)
-    controller.costs.note_drafting = note  # type: ignore[method-assign]
-    controller.rest(5, 5, 1)
-    controller.choose(load)
-    assert [call.args[3] for call in note.call_args_list] == ([1] * (1 + num_repeats) if is_long else [1, num_repeats])
-
-
 def test_what_was_drafted_is_learned_before_a_comparison_that_comes_early() -> None:
     controller, load, outcome = drafting_controller()
     before = controller.costs.target.predict(8, 800, True)
@@ -624,13 +606,6 @@ def test_a_new_request_is_compared_for_once_and_not_for_the_rows_of_its_prompt(n
     other.choose(joined)
     assert other.optimum == controller.optimum and other.optimum.num_nodes == decision.num_nodes
     assert other._standing.num_left == controller._standing.num_left + 3, "it stands as long"
-
-
-def test_steps_until_a_probe_is_due() -> None:
-    probes = Probes(price=0.5, credit=0.5 - 4.5 * PROBE_SHARE)
-    assert (probes.num_steps_until_due(1.0, 7), probes.num_steps_until_due(1.0, 2)) == (4, 2)
-    probes.observe(30.0, 1.0, None, 8)  # a stall
-    assert probes.is_due and probes.num_steps_until_due(1.0, 7) == 0
 
 
 @pytest.mark.parametrize("tells_passes", [True, False], ids=["passes are known", "passes are not known"])

@@ -169,7 +169,7 @@ def test_question_is_found(source: str) -> None:
 
 def test_mutations_fit_the_sources() -> None:
     """A single one that does not keeps all others from running."""
-    assert len(load_mutations(ROOT / "tests/mutations.toml", ROOT, [])) > 400
+    assert len(load_mutations(ROOT / "tests/mutations.toml", ROOT, [])) > 300
 
 
 def test_rooms_and_tests_are_no_packages_of_their_own() -> None:

@@ -78,12 +78,6 @@ def test_every_small_pass_finds_a_size_that_holds_it_and_these_are_few(
         assert reachable == sorted(expected, reverse=True)
 
 
-def test_no_size_has_more_tokens_than_a_pass() -> None:
-    sizes = GraphSizes(PassLimits(num_requests=4, query_len=7, num_blocks=8, num_tokens=40))
-    assert sizes.find(PassSize(39, 2, 38)) == PassSize(40, 4, 40) and sizes.find(PassSize(41, 2, 38)) is None
-    assert max(sizes.with_chunks()).num_tokens == sizes.largest.num_tokens == 40
-
-
 def test_no_size_is_small_where_no_pass_is() -> None:
     sizes = GraphSizes(PassLimits(num_requests=4, query_len=0, num_blocks=8, num_tokens=2048))
     assert sizes.find(PassSize(1, 1, 1)) is None and sizes.find(PassSize(20, 2, 19)) is None

@@ -11,7 +11,6 @@ from stepping import make_request
 from titan.core.kv_tensor import KVGroup, KVLayout, KVTensor
 from titan.core.request import Request, make_siblings
 from titan.kernels.interfaces import CacheOps
-from titan.memory.block_pool import hash_block
 from titan.memory.kv_cache import KVCache
 
 CPU = torch.device("cpu")
@@ -69,19 +68,6 @@ def test_a_sibling_takes_blocks_of_its_sibling_then_cached_ones_then_those_of_th
     assert copies(ops.copy_in) == [(swapped.swapped_block_ids[3:].tolist(), second.block_ids[3:].tolist())]
     assert (second.num_computed_tokens, second.num_drafted_context, second.num_cached_blocks) == (16, covered, 4)
     kv.check((swapped, cached, first, second))
-
-
-def test_siblings_hash_the_blocks_of_their_prompt_once(kv: KVCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = compute(kv, 13), make_request(range(13))
-    make_siblings(first, second)
-    monkeypatch.setattr("titan.memory.prefix.hash_block", hashing := Mock(wraps=hash_block))
-    kv.admit(second)
-    assert second.block_hashes == first.block_hashes and len(first.block_hashes) == 3 and not hashing.called
-    first.token_ids += [9] * 4
-    first.commit(4)
-    assert kv.reserve(first, 16)
-    kv.cache_full_blocks(first)
-    assert hashing.call_count == 1, "what the other has not"
 
 
 def test_who_needs_logits_of_the_prompt_awaits_no_sibling_for_it(kv: KVCache) -> None:

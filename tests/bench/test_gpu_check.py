@@ -14,17 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from interpreted import triton_backend
 
 from titan.bench import gpu_check
-from titan.bench.gpu import attention, ceilings, end_to_end, random_models, sampling, splits
+from titan.bench.gpu import attention, ceilings, end_to_end, sampling, splits
 from titan.bench.gpu.attention import KERNELS, LLAMA_3_8B, TITAN
 from titan.bench.gpu.attention_batches import uniform_shape
 from titan.bench.gpu.end_to_end import AT_GOAL, DRAFTS_SAMPLED, PLAIN, EndToEnd, Mode, PaidReplayDrafter, expected_tokens
 from titan.bench.gpu.sections import Figures, Row, Section, Setting, Task, WrongNumbersError, run_isolated, run_tasks
 from titan.bench.gpu.timing import covered_seconds
 from titan.bench.step_times import step_times
-from titan.core.step import Acceptance
 from titan.kernels.backend import choose_backend
 from titan.kernels.torch.backend import TorchBackend
 from titan.kernels.triton.tools import INTERPRETED
@@ -166,12 +164,6 @@ def test_tests_of_triton_and_of_a_device_are_rows_the_riskiest_first_and_one_tha
     ]
 
 
-def test_a_process_that_does_not_get_as_far_as_its_tasks_ends_its_section(section_of_tests: Section) -> None:
-    """The tests of a rehearsal are of one file, which is not there."""
-    [row] = run_isolated(section_of_tests, TINY, 1000)
-    assert (row.labels, row.status, row.problem) == ({}, "failed", "its process ended with status 1")
-
-
 def test_time_that_a_section_leaves_is_the_next_one_s(monkeypatch: pytest.MonkeyPatch) -> None:
     now, given = iter(range(100, 200, 6)), []
     monkeypatch.setattr("titan.bench.gpu_check.time.monotonic", lambda: next(now))
@@ -301,23 +293,6 @@ def test_acceptance_is_dialled_and_the_draft_is_paid_for(
     assert not bench.engine.scheduler.has_unfinished
     assert bench.measure_titan(2, "dialled", "tiny, too")["tokens/step"] == tokens_per_step
     assert bench.engine.drafter.name == "tiny, too"
-
-
-def test_recorded_tokens_take_the_place_of_those_that_a_draft_left_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafting, the target's pass and verification are what they are without a recording; warm-ups accept nothing, too."""
-    for name, value in {"NUM_DRAFTS": 2, "NUM_WARM_UPS": 1}.items():
-        monkeypatch.setattr(end_to_end, name, value)
-    monkeypatch.setitem(end_to_end.MODES, "all", Mode(1.0))
-    model = random_models.llama(32, 32, 1, 2, 1, 16, vocab_size=40)
-    plan = replace(end_to_end.TINY, target=model, drafts={"it": (model, None)}, batches=(2,), prompt_len=2, min_rows=1, min_steps=1)
-    bench = EndToEnd(plan, TINY, triton_backend())
-    found: list[Acceptance] = []
-    bench.engine.observers.append(lambda plan, acceptance: found.append(acceptance))
-    assert bench.measure_titan(2, "all", "it")["tokens/step"] == 3  # it refuses other tokens than those of the recording
-    assert {len(path) for each in found for path in each.paths} == {0, 2}
-    trees = [each.trees for each in found[1:]]  # the first step is the prefill's
-    assert all((each.counts == 2).all() and each.is_chain.all() for each in trees)
-    assert all(each[row].draft_slots.tolist() == [0, -1] for each in trees for row in range(2))  # type: ignore[union-attr]
 
 
 def test_products_of_prompts_are_those_of_the_layers_since_the_head_runs_for_the_last_token_alone() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 
 from titan.bench import tune
 from titan.bench.gpu.sections import Row, Setting
-from titan.bench.tune import RELATIVE, Key, tuning_shapes
+from titan.bench.tune import RELATIVE, tuning_shapes
 from titan.kernels.triton import tuning
 from titan.kernels.triton.tools import INTERPRETED
 from titan.kernels.triton.tuning import TileConfig, tile_config
@@ -109,19 +108,3 @@ def test_a_rehearsal_reports_what_it_tried_and_a_line_for_the_table(tmp_path: Pa
     shown = capsys.readouterr().out
     assert f"{len(candidates)} of {len(candidates)} candidates could run" in shown
     assert "| (90, 128, 2) | TileConfig(16, " in shown
-
-
-def test_what_interrupts_a_run_leaves_the_best_so_far_as_lines_for_the_table(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(key: Key, block_m: int, setting: Setting, tried: list[Row]) -> Iterator[TileConfig]:
-        tried.append(Row(dict.fromkeys(tune.LABELS, 1), 0, {RELATIVE: 1.0}))
-        yield TileConfig(block_m, 64, 4, 3, 3)
-        yield TileConfig(block_m, 128, 8, 7, 3)
-        if block_m == 32:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(tune, "tune", interrupted)
-    tune.main(["--tiny", "--threads", "1", "--head-dims", "128", "--block-m", "64", "16", "32", "128"])
-    lines = [line for line in capsys.readouterr().out.splitlines() if "TileConfig(" in line]
-    assert lines == [f"| (90, 128, 2) | TileConfig({block_m}, 128, 8, 7, 3), |" for block_m in (16, 32, 64)]

@@ -59,11 +59,7 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers":
 TYPES = {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = (
-    {
-        f"{model_type}_{rope}": (model_type, {"rope_parameters": dict(parameters)})
-        for model_type in MODEL_TYPES
-        for rope, parameters in ROPES.items()
-    }
+    {f"llama_{rope}": ("llama", {"rope_parameters": dict(parameters)}) for rope, parameters in ROPES.items()}
     | FAMILIES
     | {
         "multi_head": ("llama", {"num_key_value_heads": 4}),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -11,19 +10,15 @@ from unittest.mock import Mock
 import pytest
 import torch
 from back_ends import cpu_backend
-from checkpoints import Checkpoint, make_config
+from checkpoints import make_config
 from families import FAMILIES
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 
-from titan import LLM
 from titan.core.options import ModelOptions
 from titan.model_info import model_facts
-from titan.models import loader, stored
 from titan.models.config import as_token_ids
 from titan.models.files import ModelFiles
-from titan.models.hf import describe as describing
-from titan.models.hf import load
 from titan.models.hf.describe import COUNTS_FROM_PADDING, describe, empty_model
 from titan.models.hf.latents import absorb
 from titan.models.hf.probe import without_weights
@@ -145,22 +140,3 @@ def test_modules_that_text_does_not_go_through_are_not_judged(monkeypatch: pytes
 
     monkeypatch.setattr("titan.models.hf.describe.empty_model", make_towered)
     assert describe(tiny_config("mixtral")).modules == expected.modules
-
-
-@pytest.mark.parametrize(("name", "is_described"), [("mixtral", True), ("gemma", False)])
-def test_configs_are_described_once_with_one_empty_model_and_headers_of_weights_are_read_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_described: bool
-) -> None:
-    """Of Titan's own decoder, whose embedding may be tied, too."""
-    checkpoint, calls = Checkpoint(FAMILIES[name], tmp_path), []
-
-    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **options: calls.append(name) or function(*args, **options)  # type: ignore[func-returns-value]
-
-    of_two_modules = (loader, "find_tensors"), (stored, "find_tensors"), (describing, "empty_model"), (load, "empty_model")
-    for module, name in ((loader, "describe"), *of_two_modules):
-        monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
-    LLM(checkpoint.path, checkpoint.path, device="cpu", dtype="float32", warm_up=False, max_model_len=64)
-    assert checkpoint.model.config.tie_word_embeddings == (not is_described)
-    expected = [*["describe", "empty_model"] * is_described, "find_tensors"]
-    assert sorted(calls) == sorted(expected * 2), "of the target and of the draft"
