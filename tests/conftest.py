@@ -18,7 +18,8 @@ SLOW = (
 LONG = (
     *("test_chains_are_those_that_pytorch_grows", "test_an_engine_grows_its_chains_in_graphs"),
     *("growth_ends_early_where_the_host_can_look[triton]", "own_logprobs[triton"),
-    *("left_on_the_device", "measures_copies_and_the_host", "products_and_sampling_run", "what_ends_a_process_or_its_device"),
+    *("measures_copies_and_the_host", "products_and_sampling_run", "what_ends_a_process_or_its_device"),
+    "experts_through_transformers_peaks",
     *("the_environment_says[native]", "test_other_processors"),  # whose check is compiled anew
     *("no_paths-presence", "no_paths-repetition", "[of all sizes]"),
     *("triton-beside one that ends before", "triton-in the middle", "triton-latents-dtype1"),
