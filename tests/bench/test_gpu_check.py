@@ -24,7 +24,6 @@ from titan.bench.gpu.sections import Figures, Row, Section, Setting, Task, Wrong
 from titan.bench.gpu.timing import covered_seconds
 from titan.bench.step_times import step_times
 from titan.kernels.backend import choose_backend
-from titan.kernels.torch.backend import TorchBackend
 from titan.kernels.triton.tools import INTERPRETED
 from titan.models.decoder import Decoder
 
@@ -293,12 +292,6 @@ def test_acceptance_is_dialled_and_the_draft_is_paid_for(
     assert not bench.engine.scheduler.has_unfinished
     assert bench.measure_titan(2, "dialled", "tiny, too")["tokens/step"] == tokens_per_step
     assert bench.engine.drafter.name == "tiny, too"
-
-
-def test_products_of_prompts_are_those_of_the_layers_since_the_head_runs_for_the_last_token_alone() -> None:
-    bench = EndToEnd(end_to_end.TINY, replace(TINY, peak=1e12), TorchBackend(TINY.device))
-    figures, num_weights = bench.measure_prefill(2, 20), 2 * (64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 128)
-    assert figures["of peak"] == pytest.approx(2 * num_weights * figures["prompt tokens/s"] / 1e12, rel=0.01)
 
 
 def test_a_swap_of_the_draft_in_a_window_is_one(bench: EndToEnd) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from back_ends import BACK_ENDS, make_back_end
 from proposals import assert_same_trees, filled, trees_on_host
 from torch import Tensor
 
+from titan.core.arrays import Ints
 from titan.core.batch import RaggedBatch
 from titan.core.growth import BeamSpec, Feed, GrowthSpec, main_path_order
 from titan.core.sampling_params import SamplingParams
@@ -90,6 +93,33 @@ def test_trees_are_those_that_pytorch_grows(back_end: str, kind: str, logits: st
     assert 0 < expected.num_nodes <= num_places
     assert expected.num_nodes < num_places or logits == "plain" or kind == "chain", "places stay empty"
     assert int(expected.nodes.token_ids.max()) < DRAFT_VOCAB_SIZE
+
+
+TABLES = np.arange(NUM_ROWS * NUM_BLOCKS).reshape(NUM_ROWS, -1)
+
+
+def tables_of_passes(lengths: Mapping[int, int]) -> list[Ints]:
+    """The block tables of each pass over chains of these lengths, of rows of a plan that has padded `TABLES`."""
+    draft, found = RandomDraft(make_back_end("torch"), "plain"), list[Ints]()
+
+    def forward(batch: RaggedBatch) -> Tensor:
+        found.append(batch.attention.block_table)
+        return draft.forward(batch)
+
+    feeds = [Feed(row, TABLES[row].tolist(), 5, [1], filled(chain_parents(length)), TABLES) for row, length in lengths.items()]
+    grow_by_passes(forward, draft.backend, feeds, NUM_ROWS, VOCAB_SIZE, BLOCK_SIZE)
+    return found
+
+
+@pytest.mark.parametrize("rows", [range(NUM_ROWS), [4, 1, 2]])
+def test_all_passes_take_the_tables_that_the_plan_has_padded(rows: Sequence[int]) -> None:
+    """The plan's very array where all of its rows grow, so that it is uploaded once."""
+    with patch("titan.core.growth.pad_block_tables", side_effect=AssertionError("padded again")):
+        found = tables_of_passes(dict.fromkeys(rows, 3))
+    assert len(found) == 3
+    for each in found:
+        assert each is TABLES or not isinstance(rows, range)
+        np.testing.assert_array_equal(each, TABLES[[*rows]])
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
