@@ -27,7 +27,7 @@ class Client(BaseHTTPRequestHandler):
     server: Server
 
     def do_POST(self) -> None:
-        """Stream a completion; the body is an object of the prompt and of options of `SamplingParams`."""
+        """Stream completions; the body is an object of the prompt and of options of `SamplingParams`."""
         try:
             options = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             outputs = self.server.llm.stream(options.pop("prompt"), SamplingParams(**options))
@@ -35,16 +35,19 @@ class Client(BaseHTTPRequestHandler):
             self.send_error(400, explain=str(error))
             return
         self.begin()
-        num_sent = 0
+        sent: dict[int, tuple[str, str | None]] = {}  # text and finish reason by completion
         with closing(outputs):  # which ends the request, if the client has left
             for output in outputs:
-                completion = output.outputs[0]
-                line = {"text": completion.text[num_sent:], "finish_reason": completion.finish_reason, "error": output.error}
-                num_sent = len(completion.text)
-                try:
-                    self.wfile.write(json.dumps(line).encode() + b"\n")
-                except ConnectionError:
-                    return
+                for each in output.outputs:
+                    text, reason = sent.get(each.index, ("", None))
+                    if (each.text, each.finish_reason) == (text, reason):
+                        continue
+                    sent[each.index] = each.text, each.finish_reason
+                    line = {"index": each.index, "text": each.text[len(text) :], "finish_reason": each.finish_reason}
+                    try:
+                        self.wfile.write(json.dumps(line | {"error": output.error}).encode() + b"\n")
+                    except ConnectionError:
+                        return
 
     def do_GET(self) -> None:
         """Report the metrics."""

@@ -83,11 +83,13 @@ def test_a_shape_is_a_name_or_parents(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--draft-tree", "star"], "draft_tree='star' is not allowed: it must be 'auto', 'dynamic', 'chain' or a list of parents"),
-        (["--show-tree"], "--show-tree has no trees to show without a draft"),
-        (["--compare"], "--compare has no speculation to compare without a draft"),
-        (["--compare", "--draft-model", "ngram", "--speculation", "off"], "--compare has no speculation to compare without"),
-        (["--show-tree", "--draft-model", "ngram", "--speculation", "off"], "--show-tree has no trees to show without a draft"),
+        (["--show-tree"], "--show-tree needs a draft"),
+        (["--compare"], "--compare needs a draft"),
+        (["--compare", "--draft-model", "ngram", "--speculation", "off"], "--compare needs a draft"),
+        (["--draft-tree", "chain"], "--draft-tree needs a draft"),
+        (["--draft-weight-bits", "none"], "--draft-weight-bits needs a draft"),
+        (["--max-draft-tokens", "3", "--draft-model", "ngram", "--speculation", "off"], "--max-draft-tokens needs a draft"),
+        (["--draft-tree", "star", "--draft-model", "ngram"], "draft_tree='star' is not allowed: it must be 'auto', 'dynamic', "),
     ],
 )
 def test_what_cannot_be_is_one_line(

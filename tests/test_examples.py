@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import re
@@ -81,6 +82,14 @@ def test_the_code_of_the_page_runs(page: str, begin: str, draft: str, num_depths
     assert len(metrics.proposed_per_depth) >= num_depths
 
 
+def test_examples_import_names_that_are_kept() -> None:
+    kept = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("## Names that are kept")[2]
+    for path in (ROOT / "examples").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (module := node.module or "").startswith("titan."):
+                assert all(f"`{module}.{each.name}`" in kept or f"`{module}`" in kept for each in node.names), path.name
+
+
 @pytest.fixture
 def llm() -> LLM:
     return LLM("demo", draft_model="demo", dtype="float32", speculation="fixed")
@@ -134,6 +143,12 @@ def test_the_server_streams_and_refuses(served: Served, llm: LLM) -> None:
     assert len(lines) > 2 and "".join(line["text"] for line in lines) == expected.outputs[0].text
     assert [line["finish_reason"] for line in lines[-2:]] == [None, expected.outputs[0].finish_reason]
     assert json.loads(served.ask(None).read())["num_finished_requests"] == 2
+    lines = [json.loads(line) for line in served.ask({"prompt": PROMPT, "seed": 7, "max_tokens": 20, "n": 3})]
+    [several] = llm.generate(PROMPT, SamplingParams(seed=7, max_tokens=20, n=3), use_tqdm=False)
+    for each in several.outputs:
+        own = [line for line in lines if line["index"] == each.index]
+        assert "".join(line["text"] for line in own) == each.text
+        assert [line["finish_reason"] for line in own if line["finish_reason"]] == [each.finish_reason]
     for options, reason in (({"prompt": ""}, "no tokens"), ({"top_p": 2}, "top_p=2"), ({"best_of": 2}, "best_of")):
         refusal = served.ask({"prompt": PROMPT} | options)
         assert refusal.status == 400 and reason in refusal.read().decode()

@@ -46,9 +46,9 @@ def make_model(
     return model
 
 
-def edit_weights(folder: Path, **changes: Tensor | None) -> None:
-    """Replace or add weights of a saved model in one file, or take them away; "__" stands for a dot."""
-    path = folder / "model.safetensors"
+def edit_weights(folder: Path, file: str = "model.safetensors", **changes: Tensor | None) -> None:
+    """Replace or add weights in a file of a saved model, or take them away; "__" stands for a dot."""
+    path = folder / file
     weights = load_file(path) | {name.replace("__", "."): weight for name, weight in changes.items()}
     save_file({name: weight for name, weight in weights.items() if weight is not None}, path, metadata={"format": "pt"})
 

@@ -65,6 +65,11 @@ ENGINE_OPTIONS = (
     *("warm_up", "speculation", "speculation_target", "max_draft_tokens", "draft_tree", "draft_sampling"),
 )
 """Options of ``titan generate`` that `LLM` takes under the same names."""
+DRAFT_OPTIONS = (
+    *("show_tree", "compare", "draft_dtype", "draft_weight_bits", "speculation_target", "max_draft_tokens", "draft_tree"),
+    "draft_sampling",
+)
+"""Options of ``titan generate`` that need a draft."""
 MODEL_OPTIONS = ("revision", "dtype", "model_impl", "trust_remote_code")
 """Options of ``titan info`` that are those of a model."""
 
@@ -231,6 +236,10 @@ def _given(args: argparse.Namespace, names: Collection[str]) -> dict[str, Any]:
     return {name: value for name, value in vars(args).items() if name in names}
 
 
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def _generate(args: argparse.Namespace) -> int:
     """Continue one prompt, greedily by default, and stream the text; then print the speed, tokens per step and acceptance."""
     params, options = SamplingParams(**_given(args, SAMPLING_OPTIONS)), _given(args, ENGINE_OPTIONS)
@@ -238,10 +247,9 @@ def _generate(args: argparse.Namespace) -> int:
     if draft_model is None:
         draft_model = "demo" if args.model == "demo" else "none"
     if draft_model == "none" or options.get("speculation") == "off":
-        for option, lacks in {"show_tree": "trees to show", "compare": "speculation to compare"}.items():
-            if getattr(args, option):
-                name = option.replace("_", "-")
-                raise ValueError(f"--{name} has no {lacks} without a draft: give --draft-model, and no --speculation off")
+        for name in DRAFT_OPTIONS:
+            if getattr(args, name, False) is not False:
+                raise ValueError(f"{_flag(name)} needs a draft: give --draft-model, and no --speculation off")
     draft = None if draft_model == "none" else draft_model
     llm = LLM(args.model, draft, max_batch_size=1, enable_prefix_caching=False, generation_config="vllm", **options)
     plain_params = replace(params, use_speculative=False)
@@ -391,8 +399,7 @@ def _info(args: argparse.Namespace) -> int:
     """Print the versions of Titan and its dependencies, the device, and the kernels in use; or what running a model takes."""
     given = _given(args, MODEL_OPTIONS)
     for name, value in given.items() if args.model is None else ():
-        option = f"--{name.replace('_', '-')}" + ("" if value is True else f"={value!r}")
-        raise ValueError(f"{option} needs --model: it is an option of a model")
+        raise ValueError(f"{_flag(name)}{'' if value is True else f'={value!r}'} needs --model: it is an option of a model")
     backend = choose_backend(choose_device("auto"))
     if args.model is not None:
         runs, facts = model_facts(args.model, ModelOptions(**given), backend)

@@ -178,6 +178,14 @@ BROKEN: dict[str, tuple[Damage, str]] = {
         edit(f"../shards/{INDEX}", weight_map=None),
         f"has a {INDEX} with weight_map=None, which is not allowed: it must be an object of weights and their files",
     ),
+    "a weight in two shards": (
+        lambda folder: edit_weights(
+            folder.parent / "shards",
+            max((folder / "../shards").glob("model-*")).name,
+            model__embed_tokens__weight=torch.ones(131, 48),
+        ),
+        "has the weight 'model.embed_tokens.weight' in several files, model-000...safetensors among them: allowed is one",
+    ),
     "a shard is missing": (
         lambda folder: min((folder / "../shards").glob("model-*")).unlink(),
         "has no weight file model-00001-of-...",

@@ -23,6 +23,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from zoo import random_prompts
 
 from titan import LLM
+from titan.kernels.torch.backend import TorchBackend
+from titan.models.files import ModelFiles
+from titan.models.loader import load_model, open_model
 
 NUM_TOKENS = 16
 BLOCK = 32
@@ -269,6 +272,14 @@ def test_packages_that_are_missing_are_named_before_weights_are_read(tmp_path: P
     refusal = f"quant_method='{method['quant_method']}', which cannot be loaded here: .*`pip install .*{package}"
     with pytest.raises(ValueError, match=refusal):
         LLM(str(tmp_path), **DEFAULTS)
+
+
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+def test_an_empty_quantisation_is_none(tmp_path: Path, model_impl: str) -> None:
+    make_model(tmp_path)
+    quantise(tmp_path, {}, {})
+    checkpoint = open_model(ModelFiles(str(tmp_path)), model_impl)
+    load_model(checkpoint, dtype="float32", backend=TorchBackend(torch.device("cpu")))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -129,6 +129,9 @@ def open_model(files: ModelFiles, model_impl: str = "auto", *, trust_remote_code
         from transformers import AutoConfig
 
         source = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        for each in (source, source.get_text_config()):
+            if getattr(each, "quantization_config", None) == {}:  # which transformers would take for an unknown method
+                each.quantization_config = None
         source._attn_implementation = None  # it may name one that is not installed, which would not be used
         return Checkpoint(files, describe(source, eos_token_ids, trust_remote_code=trust_remote_code), why_not_native)
 

@@ -214,6 +214,8 @@ def find_tensors(files: ModelFiles) -> dict[str, StoredTensor]:
         except (SafetensorError, OSError) as error:
             raise ValueError(f"model {name!r} has a damaged weight file {path.name}: {one_line(error)}") from error
         for key, entry in file.header.items():
+            if key in tensors:
+                raise ValueError(f"model {name!r} has the weight {key!r} in several files, {path.name} among them: allowed is one")
             if key != "__metadata__":
                 first = file.header_size + entry["data_offsets"][0]
                 tensors[key] = StoredTensor(key, tuple(entry["shape"]), entry["dtype"], first, file)
