@@ -106,7 +106,7 @@ def truncate(model: Decoder, num_layers: int, backend: Backend) -> Decoder:
     if not 1 <= num_layers < config.num_layers:
         raise ValueError(f"{TRUNCATED}:{num_layers} is not allowed: the target has {config.num_layers} layers, so 1 to one less")
     shorter = replace(config, layers=config.layers[:num_layers], ropes=config.ropes[:num_layers])
-    draft = Decoder(shorter, dtype=model.dtype, backend=backend, is_empty=True)
+    draft = Decoder(shorter, dtype=model.dtype, backend=backend)
     draft.embedding, draft.final_norm, draft.lm_head = model.embedding, model.final_norm, model.lm_head
     draft.layers = nn.ModuleList(list(model.layers)[:num_layers])
     draft.prepare(weight_bits=model.weight_bits)

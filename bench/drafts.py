@@ -35,8 +35,8 @@ from titan.bench.turns import Turns, error_line
 from titan.bench.workloads import Lengths, Workload, take_workload
 from titan.core.dtypes import RUN_DTYPES
 from titan.draft.base import Drafter
-from titan.models.files import ModelFiles
-from titan.models.loader import DEMO, load_tokenizer, resolve_model
+from titan.models.files import DEMO, ModelFiles, resolve_model
+from titan.models.tokenizer import load_tokenizer
 
 DEMO_DRAFTS = ["demo", "demo,tokens=2", "demo,tree=dynamic,tokens=8", "truncated:1", "ngram"]
 OTHER_DRAFTS = ["truncated:1", "truncated:2", "ngram"]

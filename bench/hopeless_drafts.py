@@ -17,7 +17,7 @@ from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.registry import choose_weight_bits
 from titan.kernels.interfaces import Backend
 from titan.models.decoder import Decoder
-from titan.models.loader import resolve_model
+from titan.models.files import resolve_model
 
 
 def load_shuffled(name: str, dtype: str, weight_bits: int | str | None, backend: Backend, seed: int) -> Decoder:

@@ -11,8 +11,9 @@ from titan.bench.options import model_options
 from titan.core.limits import MAX_NODES
 from titan.kernels.interfaces import Backend, Model
 from titan.models.decoder import Decoder
-from titan.models.files import ModelFiles
-from titan.models.loader import load_model, load_tokenizer, open_model, resolve_model
+from titan.models.files import ModelFiles, resolve_model
+from titan.models.loader import load_model, open_model
+from titan.models.tokenizer import load_tokenizer
 
 BLOCK_SIZE = 16
 """Slots per KV block."""

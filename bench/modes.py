@@ -18,8 +18,8 @@ from titan.bench.turns import error_line, log
 from titan.bench.workloads import Workload
 from titan.draft.ngram import NgramDrafter
 from titan.engine import Engine
-from titan.models.files import ModelFiles
-from titan.models.loader import open_model, resolve_model
+from titan.models.files import ModelFiles, resolve_model
+from titan.models.loader import open_model
 
 TITAN = "titan"
 TITAN_DRAFT = "titan-draft"

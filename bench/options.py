@@ -15,7 +15,8 @@ import torch
 
 from titan.core.options import MODEL_IMPLS, weight_bits_of
 from titan.kernels.cpu.threads import available_cores
-from titan.models.loader import DEMO, download, resolve_model
+from titan.models.files import DEMO, resolve_model
+from titan.models.loader import download
 
 
 def bench_parser(name: str, description: str | None) -> argparse.ArgumentParser:

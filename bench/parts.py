@@ -22,7 +22,7 @@ from typing import Any
 from titan.bench.options import above_zero, bench_parser, parse
 from titan.bench.report import Report, count, figure_table, measure_and_publish
 from titan.bench.samples import Row, Spread
-from titan.models.loader import DEMO
+from titan.models.files import DEMO
 
 MICRO = Path(__file__).resolve().parent / "micro"
 FASTEST, MEDIAN = "fastest, us", "median, us"

@@ -16,8 +16,9 @@ from textwrap import indent
 from typing import Any
 
 from titan.bench.workloads import Lengths
-from titan.models.files import ModelFiles
-from titan.models.loader import load_tokenizer, open_model, resolve_model
+from titan.models.files import ModelFiles, resolve_model
+from titan.models.loader import open_model
+from titan.models.tokenizer import load_tokenizer
 
 DEFINITION = re.compile(r"^ *(?:async def|def|class) ", re.MULTILINE)
 CHARACTERS_PER_TOKEN = 12

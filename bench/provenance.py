@@ -18,7 +18,7 @@ import torch
 import titan
 from titan.kernels.cpu.kinds import processor_fact
 from titan.kernels.cpu.threads import available_cores
-from titan.models.loader import resolve_model
+from titan.models.files import resolve_model
 
 
 @dataclass(frozen=True, slots=True)

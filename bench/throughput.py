@@ -47,7 +47,7 @@ from titan.core.options import EngineConfig
 from titan.engine import Engine
 from titan.kernels.backend import choose_device
 from titan.models.decoder import Decoder
-from titan.models.loader import resolve_model
+from titan.models.files import resolve_model
 
 WAVES_OF_A_MIX = 4
 """Requests per slot with mixed output lengths, so that slots become free while others are busy."""

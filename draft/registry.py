@@ -17,8 +17,9 @@ from titan.draft.ngram import NgramDrafter
 from titan.draft.vocabulary import VocabularyMap
 from titan.kernels.interfaces import Backend
 from titan.models.config import DecoderConfig, ModelConfig
-from titan.models.files import ModelFiles
-from titan.models.loader import DEMO, load_model, load_tokenizer, open_model, resolve_model, run_dtype
+from titan.models.files import DEMO, ModelFiles, resolve_model
+from titan.models.loader import load_model, open_model, run_dtype
+from titan.models.tokenizer import load_tokenizer
 
 DrafterFactory = Callable[[DraftContext], Drafter]
 DraftSpec = str | Drafter | None

@@ -24,7 +24,8 @@ from titan.input_processor import InputProcessor
 from titan.kernels.interfaces import Backend
 from titan.kernels.torch.backend import TorchBackend
 from titan.models.files import ModelFiles
-from titan.models.loader import choose_tokenizer, open_model
+from titan.models.loader import open_model
+from titan.models.tokenizer import choose_tokenizer
 
 SCARCE: dict[str, Any] = {"max_batch_size": 4, "prefill_chunk_size": 7, "block_size": 8, "num_kv_blocks": 14}
 AMPLE: dict[str, Any] = {"max_batch_size": 32, "block_size": 16, "num_kv_blocks": 400}

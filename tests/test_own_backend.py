@@ -122,7 +122,7 @@ class GeluDecoder(Decoder):
         config = plain.config
         super().__init__(replace(config, traits=config.traits - {"silu"} | {"gelu"}), dtype=plain.dtype, backend=backend)
         assert type(self.ops) is TorchOps, "the fast operations do not know the trait"
-        self.load_state_dict(plain.state_dict())
+        self.load_state_dict(plain.state_dict(), assign=True)
         self.ops = GeluOps(backend.device)
         self.prepare(pack=False)
 

@@ -17,8 +17,9 @@ from titan.diagnosis import bottlenecks, faults
 from titan.draft.registry import DraftSpec
 from titan.engine import Engine
 from titan.frontend import FrontEnd
-from titan.models.files import ModelFiles
-from titan.models.loader import choose_tokenizer, load_sampling_defaults, open_model, resolve_model
+from titan.models.files import ModelFiles, resolve_model
+from titan.models.loader import load_sampling_defaults, open_model
+from titan.models.tokenizer import choose_tokenizer
 from titan.prompts import Prompt, Refusal, as_prompts
 from titan.vllm_names import LLMOptions, translate
 

@@ -10,10 +10,10 @@ from titan.core.dtypes import dtype_name
 from titan.core.options import ModelOptions
 from titan.kernels.interfaces import Backend
 from titan.models.config import ModelConfig
-from titan.models.files import ModelFiles
+from titan.models.files import ModelFiles, resolve_model
 from titan.models.hf.describe import TransformersConfig
 from titan.models.hf.quantised import quantisation
-from titan.models.loader import empty_modules, how_it_runs, open_model, read_config_file, resolve_dtype, resolve_model
+from titan.models.loader import empty_modules, how_it_runs, open_model, read_config_file, resolve_dtype
 
 LAYERS = {
     "native": "Titan's own decoder",

@@ -51,6 +51,7 @@ DRAFT_OF_8B = llama(512, 2048, 8, 8, 4, 64)
 def make_decoder(config: LlamaConfig, *, backend: Backend, seed: int, weight_bits: int | None = None) -> Decoder:
     """A model in bfloat16, whose matrices may be rounded to 8 bits, ready to run on a back end."""
     decoder = Decoder(DecoderConfig.read(config, "LlamaForCausalLM"), dtype=torch.bfloat16, backend=backend)
+    decoder.to_empty(device=backend.device)
     generator = torch.Generator(backend.device).manual_seed(seed)
     with torch.no_grad():
         for name, weight in decoder.named_parameters():

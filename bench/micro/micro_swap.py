@@ -15,8 +15,8 @@ from titan.bench.workloads import Lengths, take_workload
 from titan.core.options import EngineConfig
 from titan.core.request import Request
 from titan.engine import Engine
-from titan.models.files import ModelFiles
-from titan.models.loader import open_model, resolve_model
+from titan.models.files import ModelFiles, resolve_model
+from titan.models.loader import open_model
 
 NUM_TOKENS, NUM_ROUNDS = 1024, 10
 pytestmark = pytest.mark.benchmark(group="kernel")

@@ -13,7 +13,7 @@ from zoo import Zoo
 
 from titan.bench.prompts import SOURCES, chat_prompts, prompt_stream, text_prompts
 from titan.bench.workloads import Lengths, Workload, take_workload
-from titan.models.loader import DEMO
+from titan.models.files import DEMO
 
 SIXTEEN = Lengths(16, 16)
 

@@ -30,9 +30,10 @@ from transformers.models.auto import tokenization_auto
 from titan.bench.loading import load_decoder
 from titan.kernels.torch.backend import TorchBackend
 from titan.models.decoder import Decoder
-from titan.models.files import ModelFiles
-from titan.models.loader import load_tokenizer, resolve_dtype, resolve_model
-from titan.models.stored import weights_dtype
+from titan.models.files import ModelFiles, resolve_model
+from titan.models.loader import resolve_dtype
+from titan.models.tokenizer import load_tokenizer
+from titan.models.weight_files import weights_dtype
 
 
 def load(folder: Path | str, dtype: str | torch.dtype = "float32", **options: Any) -> Decoder:
@@ -98,7 +99,7 @@ def test_a_stored_head_that_differs_from_the_embedding_is_not_tied(
     tmp_path: Path, model_impl: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As transformers loads it; the difference is not in the first piece that is read."""
-    monkeypatch.setattr("titan.models.weights.CHUNK_BYTES", 4 * 48 * 7)
+    monkeypatch.setattr("titan.models.decoder_weights.CHUNK_BYTES", 4 * 48 * 7)
     head = make_model(tmp_path, tie_word_embeddings=True).lm_head.weight.detach().clone()
     head[30:] = head[30:].flip(0)
     edit_weights(tmp_path, lm_head__weight=head)
@@ -167,7 +168,7 @@ def test_what_else_is_left_over_is_refused(tmp_path: Path, surplus: str) -> None
 def test_chunked_reads_give_the_whole_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model(tmp_path, "qwen3")
     whole = load(tmp_path, pack=False)
-    monkeypatch.setattr("titan.models.weights.CHUNK_BYTES", 4 * 48 * 7)
+    monkeypatch.setattr("titan.models.decoder_weights.CHUNK_BYTES", 4 * 48 * 7)
     assert_same_weights(whole, load(tmp_path, pack=False))
 
 
@@ -323,7 +324,7 @@ def test_rotations_are_those_of_the_positions_that_are_run(tmp_path: Path, draft
 LOAD_IN_THREADS = """
 import threading, torch
 from titan import LLM, SamplingParams
-from titan.models import weights
+from titan.models import decoder_weights as weights
 params, outputs, devices, start = SamplingParams(temperature=0, max_tokens=8), [], [], threading.Barrier(2)
 class WatchedDecoder(weights.Decoder):
     def register_parameter(self, name, parameter):
@@ -397,7 +398,7 @@ def test_loading_peaks_at_little_more_than_the_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["cpu", "torch"])
 def test_a_model_of_transformers_does_not_change_with_its_files(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Although weights are read in place, and some are used as they are stored."""
-    monkeypatch.setattr("titan.models.stored.MAX_COPIED_BYTES", 0)
+    monkeypatch.setattr("titan.models.weight_files.MAX_COPIED_BYTES", 0)
     make_model(tmp_path)
     backend = cpu_backend() if name == "cpu" else TorchBackend(torch.device("cpu"))
     engine = make_engine(str(tmp_path), backend=backend, model_impl="transformers")

@@ -77,7 +77,6 @@ class DecoderConfig(ModelConfig):
 
     @property
     def num_layers(self) -> int:
-        """Number of layers, all of the same shapes."""
         return len(self.layers)
 
     @classmethod

@@ -15,13 +15,12 @@ from titan.models.rope import rope_table
 class Decoder(nn.Module):
     """A causal language model over paged KV.
 
-    After the weights are loaded, `prepare` must be called once.
+    Its weights are on the meta device, without memory, until the caller replaces them; then `prepare` must be called once.
 
     Args:
         config: of the model.
         dtype: of weights, activations and logits.
-        backend: that runs it; the weights are allocated on its device.
-        is_empty: leave the weights on the meta device, without memory, for the caller to replace.
+        backend: that runs it.
     """
 
     # made by `prepare`
@@ -29,7 +28,7 @@ class Decoder(nn.Module):
     _next_norms: tuple[Tensor | None, ...]  # per layer, the norm weight applied to its output
     head: Tensor
 
-    def __init__(self, config: DecoderConfig, *, dtype: torch.dtype, backend: Backend, is_empty: bool = False) -> None:
+    def __init__(self, config: DecoderConfig, *, dtype: torch.dtype, backend: Backend) -> None:
         super().__init__()
         self.config = config
         self.dtype = dtype
@@ -39,11 +38,9 @@ class Decoder(nn.Module):
         scale = config.embedding_scale
         self.embedding_scale = torch.tensor(scale, dtype=dtype).item() if config.family.rounds_embedding_scale else scale
 
-        weight_device = torch.device("meta") if is_empty else backend.device
-
         def empty(name: str, *shape: int) -> nn.Parameter:
             own_dtype = torch.float32 if config.family.has_wide_norms and name.endswith("_norm") else dtype
-            return nn.Parameter(torch.empty(shape, dtype=own_dtype, device=weight_device), requires_grad=False)
+            return nn.Parameter(torch.empty(shape, dtype=own_dtype, device="meta"), requires_grad=False)
 
         self.embedding = empty("embedding", config.vocab_size, config.hidden_size)
         shapes = layer_shapes(config)
@@ -87,7 +84,6 @@ class Decoder(nn.Module):
 
     @property
     def kv_layout(self) -> KVLayout:
-        """The layout of the model's KV."""
         return self.config.kv_layout(self.dtype)
 
     def hidden_states(self, inputs: PassInputs, kv: KVTensor) -> Tensor:

@@ -6,8 +6,10 @@ import json
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+DEMO = "demo"
+"""Name of the models that ship with the package."""
 ALLOWED_NAMES = "it must be 'demo', a folder or a Hugging Face hub id"
 CONFIG, GENERATION_CONFIG, ADAPTER_CONFIG = "config.json", "generation_config.json", "adapter_config.json"
 WEIGHT_INDEX = "model.safetensors.index.json"
@@ -18,6 +20,11 @@ WHAT_IS_READ = "a model is a folder or hub id with config.json and weights in sa
 CODES_NEED = "integers and float8 need a quantization_config, which says what they stand for"
 NOT_READ = ("*/*.json", "*/*.txt", "*/*.model", "*/*.tiktoken")
 """Files below a model's folder that are of other formats of it; the hub library's "*" stands for slashes as well."""
+
+
+def resolve_model(name: str, role: Literal["target", "draft"]) -> str:
+    """Return the folder of the demo model of this role, or any other name as it is."""
+    return str(Path(__file__).resolve().parents[1] / "demo" / role) if name == DEMO else name
 
 
 class ModelFiles:

@@ -1,15 +1,12 @@
-"""Loading of models from a folder or the Hugging Face hub: config, tokenizer, weights."""
+"""Loading of models from a folder or the Hugging Face hub: config, sampling defaults, weights."""
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +18,7 @@ from titan.core.sampling_params import SamplingParams
 from titan.kernels.interfaces import Backend, Model
 from titan.models.config import DecoderConfig, ModelConfig, as_token_ids, check_entries
 from titan.models.decoder import Decoder
+from titan.models.decoder_weights import read_decoder
 from titan.models.files import (
     CONFIG,
     CONFIG_FILES,
@@ -31,49 +29,18 @@ from titan.models.files import (
     one_line,
     some,
 )
-from titan.models.hf.describe import TransformersConfig, describe, empty_model, quiet
+from titan.models.hf.calls import TRANSFORMERS_LOCK
+from titan.models.hf.describe import TransformersConfig, describe, empty_model
 from titan.models.hf.load import load_weights as load_modules
 from titan.models.registry import NotNativeError, check_supported
-from titan.models.stored import find_tensors, weight_files, weights_dtype
 from titan.models.token_order import TokenOrder
-from titan.models.weights import read_decoder
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-LOG = logging.getLogger(__name__)
-
-DEMO = "demo"
-"""Name of the models that ship with the package."""
+from titan.models.tokenizer import TOKENIZER_FILES
+from titan.models.weight_files import find_tensors, weight_files, weights_dtype
 
 SAMPLING_DEFAULTS = {name: name for name in ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")}
 SAMPLING_DEFAULTS |= {name: name for name in ("presence_penalty", "frequency_penalty")}  # not transformers', but vLLM's
 SAMPLING_DEFAULTS |= {"max_new_tokens": "max_tokens"}
 """Names in a generation config, and in `SamplingParams`."""
-
-TOKENIZER_CONFIG = "tokenizer_config.json"
-CHAT_TEMPLATE = "chat_template.json"
-"""File beside a tokenizer, of models of images whose processor was saved by an old version of transformers."""
-TEKKEN = "tekken.json"
-"""File of a tokenizer of mistral-common: where transformers reads it, no beginning of sequence is put before a prompt."""
-TEKKEN_TOKEN, TEKKEN_SIZE = "[INST]", 100_000
-"""Token of such tokenizers, and how large they are at least: of those of 2024 and 2025, tokenizer.json has another pattern than the
-vocabulary was made with."""
-CORRECTS_TEKKEN = 5, 5
-"""First version of transformers that does."""
-TIKTOKEN = "tiktoken.model"
-"""The one file of this ending that is not of sentencepiece."""
-TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")
-TOKENIZER_SIGNS = ("tokenizer*", "vocab.*", "merges.txt", "spiece.model")
-"""Files of which a folder with a tokenizer has at least one."""
-
-_TRANSFORMERS_LOCK = threading.Lock()
-"""Held while configs and tokenizers are read: the lazy imports of transformers fail in threads that run into each other."""
-
-
-def resolve_model(name: str, role: Literal["target", "draft"]) -> str:
-    """Return the folder of the demo model of this role, or any other name as it is."""
-    return str(Path(__file__).resolve().parents[1] / "demo" / role) if name == DEMO else name
 
 
 def resolve_dtype(dtype: str | torch.dtype, checkpoint: torch.dtype | None, backend: Backend) -> torch.dtype:
@@ -113,7 +80,7 @@ def open_model(files: ModelFiles, model_impl: str = "auto", *, trust_remote_code
     generation = files.read_json(GENERATION_CONFIG) if (folder / GENERATION_CONFIG).exists() else {}
     with _naming(name, GENERATION_CONFIG):
         eos_token_ids = as_token_ids(generation.get("eos_token_id")) or None
-    with _naming(name, CONFIG), _TRANSFORMERS_LOCK:
+    with _naming(name, CONFIG), TRANSFORMERS_LOCK:
         check_entries(content)
         why_not_native = None
         if model_impl != "transformers":
@@ -165,93 +132,6 @@ def load_sampling_defaults(files: ModelFiles) -> SamplingParams:
         ) from error
 
 
-def load_tokenizer(files: ModelFiles, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
-    """Read the tokenizer of a model; ``None`` if the model has none.
-
-    Raises:
-        ValueError: the model does not exist, or its tokenizer cannot be read.
-    """
-    name = files.name
-    folder = files.fetch(*TOKENIZER_FILES, *(["*.py"] if trust_remote_code else []))
-    found = sorted({path.name for pattern in TOKENIZER_SIGNS for path in folder.glob(pattern)})
-    if not found:
-        if (folder / TEKKEN).is_file():
-            LOG.warning(
-                "model %r has no tokenizer but %s, which is not read: it needs a tokenizer.json beside it; that of a target may be "
-                "elsewhere, with tokenizer=...",
-                *(name, TEKKEN),
-            )
-        return None
-    try:
-        with _TRANSFORMERS_LOCK:
-            import transformers
-            from transformers import AutoTokenizer
-
-            # where mistral-common is installed, its tokenizers would be taken, which lack some of the others' methods
-            read = partial(AutoTokenizer.from_pretrained, folder, trust_remote_code=trust_remote_code, mistral_format=False)
-            with quiet():  # of the pattern that is corrected
-                tokenizer: PreTrainedTokenizerBase = read()
-            if TEKKEN_TOKEN in tokenizer.get_added_vocab() and tokenizer.vocab_size >= TEKKEN_SIZE:
-                if tuple(map(int, transformers.__version__.split(".")[:2])) < CORRECTS_TEKKEN:
-                    raise ImportError(
-                        f"its pattern may be wrong, which transformers corrects from {'.'.join(map(str, CORRECTS_TEKKEN))} on: "
-                        f"{transformers.__version__} is installed"
-                    )
-                tokenizer = read(fix_mistral_regex=True)
-    except Exception as error:  # transformers and tokenizers raise whatever the damage leads to
-        for file in found:
-            if file.endswith(".json"):
-                files.read_json(file)
-        if "trust_remote_code" in str(error):  # which transformers advises to set
-            auto_map = files.read_json(TOKENIZER_CONFIG).get("auto_map")
-            raise ValueError(
-                f"model {name!r} has a {TOKENIZER_CONFIG} with auto_map={shown(auto_map)}, and transformers has no such "
-                f"tokenizer: code of checkpoints is run only with trust_remote_code=True"
-            ) from error
-        raise ValueError(
-            f"model {name!r} has a tokenizer that cannot be read ({some(found)}): {_missing_reader(found) or one_line(error)}"
-        ) from error
-    if tokenizer.get_vocab().keys() <= {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}:
-        raise ValueError(f"model {name!r} has a tokenizer without a vocabulary ({some(found)}): it knows special tokens only")
-    if tokenizer.chat_template is None and (folder / CHAT_TEMPLATE).is_file():
-        tokenizer.chat_template = files.read_json(CHAT_TEMPLATE).get("chat_template")
-    return tokenizer
-
-
-def choose_tokenizer(
-    files: ModelFiles, tokenizer: str | None, *, trust_remote_code: bool = False
-) -> PreTrainedTokenizerBase | None:
-    """Load the requested tokenizer, or else the target model's; return ``None`` if it has none.
-
-    Args:
-        files: of the target model.
-        tokenizer: "demo", a folder or a hub id, whose main branch is read; ``None`` = the model's.
-        trust_remote_code: as in `titan.core.options.ModelOptions`.
-
-    Raises:
-        ValueError: the tokenizer cannot be used, or the requested one does not exist.
-    """
-    if tokenizer is None:
-        return load_tokenizer(files, trust_remote_code=trust_remote_code)
-    try:
-        requested = ModelFiles(resolve_model(tokenizer, "target"), download_dir=files.download_dir)
-        loaded = load_tokenizer(requested, trust_remote_code=trust_remote_code)
-    except ValueError as error:
-        raise ValueError(f"tokenizer={tokenizer!r} cannot be used: {error}") from error
-    if loaded is None:
-        raise ValueError(f"tokenizer={tokenizer!r} has no tokenizer: it must be a folder or hub id with tokenizer.json")
-    return loaded
-
-
-def _missing_reader(found: list[str]) -> str | None:
-    """Return what to install, if files of a tokenizer are read by packages that are not there; transformers names another."""
-    from transformers.utils.import_utils import is_protobuf_available, is_sentencepiece_available
-
-    is_read = "tokenizer.json" in found or (is_sentencepiece_available() and is_protobuf_available())
-    pieces = [each for each in found if each.endswith(".model") and each != TIKTOKEN]
-    return f"`pip install sentencepiece protobuf`, with which {some(pieces)} can be read" if pieces and not is_read else None
-
-
 def download(path_or_id: str, revision: str | None, model_impl: str = "auto", *, trust_remote_code: bool = False) -> str:
     """Return the folder of a model, of one on the hub after downloading all that is read of it.
 
@@ -298,7 +178,7 @@ def load_model(
                 config, name, tensors, dtype=dtype, backend=backend, pack=pack, order=order, weight_bits=weight_bits
             )
     assert isinstance(config, TransformersConfig) and weight_bits is None
-    with _naming(name, "checkpoint"), _TRANSFORMERS_LOCK:
+    with _naming(name, "checkpoint"), TRANSFORMERS_LOCK:
         return load_modules(name, files.fetch(), tensors, config, dtype=dtype, backend=backend, order=order)
 
 
@@ -323,9 +203,9 @@ def how_it_runs(config: ModelConfig) -> str:
 def empty_modules(config: ModelConfig, backend: Backend) -> nn.Module:
     """Return the modules of a model without memory, which tell how many weights it has."""
     if isinstance(config, DecoderConfig):
-        return Decoder(config, dtype=torch.float32, backend=backend, is_empty=True)
+        return Decoder(config, dtype=torch.float32, backend=backend)
     assert isinstance(config, TransformersConfig)
-    with _TRANSFORMERS_LOCK:
+    with TRANSFORMERS_LOCK:
         model: nn.Module = empty_model(config.source, trust_remote_code=config.trust_remote_code)
     return model
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -17,14 +16,15 @@ from titan.core.attention import LayerSpec
 from titan.models.config import ModelConfig, check_heads, end_tokens, named_dtype, num_positions, within
 from titan.models.files import one_line
 from titan.models.hf import probe
-from titan.models.hf.bound_attention import IMPLEMENTATION, attend
+from titan.models.hf.calls import quiet
 from titan.models.hf.checks import check_config
 from titan.models.hf.composite import composite_class
 from titan.models.hf.experts import set_experts
 from titan.models.hf.gathered import ShapeCache
+from titan.models.hf.head import Head, find_decoder
+from titan.models.hf.paged import IMPLEMENTATION, attend
 from titan.models.hf.probe import ProbedModule
 from titan.models.hf.quantised import check_quantisation
-from titan.models.hf.split import Head, find_decoder
 
 DEFAULT_POSITIONS = 2048
 """Positions of models that do not say how many they have."""
@@ -160,21 +160,3 @@ def _naming(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise ValueError(f"{what}, which is not supported: {one_line(error)}") from error
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keep transformers from printing: what matters is said by errors."""
-    from transformers.utils import logging
-
-    level, had_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_verbosity(level)
-        if had_bar:
-            logging.enable_progress_bar()

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from titan.core.kv_tensor import KVTensor
 from titan.kernels.interfaces import LayerOps
-from titan.models.hf.bound_attention import BoundAttention
 from titan.models.hf.modules import FusedNorm, PackedWeight, fuse_norm, is_close, is_plain_linear, is_unhooked, mixed_rows
+from titan.models.hf.paged import BoundAttention
 from titan.models.hf.trial_pass import NUM_TOKENS, run_without_attention
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -33,8 +33,7 @@ class FusedAttention(nn.Module):
     def forward(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *_: Any, **__: Any) -> tuple[Tensor, None]:
         """Attend from the tokens of the current pass, [1, T, hidden_size], with their cosines and sines, [1, T, D] each."""
         bound, projection, output = self._bound, self._projection, self._output
-        now = bound.current.run
-        assert now is not None, "modules run in passes only"
+        now = bound.attention.run
         kv_layer = now.kv.layers[bound.kv_index]
         qkv = now.ops.linear(hidden_states[0], projection.weight, projection.bias)
         q = now.ops.rope_and_write_kv(qkv, now.rotation(position_embeddings), kv_layer, self._norm, self._eps)
@@ -80,7 +79,7 @@ def _computes_the_same(
     found = []
     for each in (fused, module):
         kv_layer = kv.layers[bound.kv_index].zero_()
-        with run_without_attention(bound.current, ops, kv):
+        with run_without_attention(bound.attention, ops, kv):
             output, *rest = each(**{**arguments, "hidden_states": tokens, "position_embeddings": angles})
         found.append((output, kv_layer.clone(), rest))
     (output, written, rest), (expected, expected_kv, expected_rest) = found

@@ -24,14 +24,14 @@ from titan.models.token_order import TokenOrder
 
 
 class GatheredAttention:
-    """See `titan.models.hf.model.Attending`."""
+    """The attention of a model's own modules, over slots that are gathered for each pass."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
     @contextmanager
     def passing(self, inputs: PassInputs, kv: KVTensor, ops: LayerOps) -> Iterator[dict[str, Any]]:
-        """See `titan.models.hf.model.Attending`."""
+        """Make a pass ready; the context gives the arguments of the decoder besides tokens and positions."""
         device = inputs.token_ids.device
         slots, mask = (torch.from_numpy(each).to(device) for each in gather(inputs.attention))
         bias = torch.zeros(mask.shape, dtype=self._dtype, device=device).masked_fill_(~mask, torch.finfo(self._dtype).min)
@@ -144,11 +144,9 @@ class ShapeCache:
         self.layers: list[LayerSpec] = []
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - the signature of transformers
-        """Return 0."""
         return 0
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Record the layer."""
         num_kv_heads, head_dim = key.shape[1], key.shape[3]
         if value.shape[3] != head_dim or layer_idx != len(self.layers):
             raise ValueError(f"layer {layer_idx} stores values of {value.shape[3]} numbers for keys of {head_dim}: not supported")

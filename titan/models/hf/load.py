@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import Counter
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
@@ -15,18 +14,19 @@ import torch
 
 from titan.core.kv_tensor import KVTensor
 from titan.kernels.interfaces import Backend
-from titan.models.hf.bound_attention import IMPLEMENTATION
-from titan.models.hf.composite import composite_class, is_composite
-from titan.models.hf.describe import TransformersConfig, empty_model, quiet
+from titan.models.heap import give_back
+from titan.models.hf.calls import quiet
+from titan.models.hf.composite import is_composite
+from titan.models.hf.describe import TransformersConfig, empty_model
 from titan.models.hf.experts import GROUPED, set_experts
 from titan.models.hf.gathered import GatheredAttention, check_gathering
-from titan.models.hf.heap import give_back
+from titan.models.hf.head import find_decoder
 from titan.models.hf.model import CHECKED_SLOTS, TransformersModel
-from titan.models.hf.paged import PagedAttention
+from titan.models.hf.paged import IMPLEMENTATION, PagedAttention
 from titan.models.hf.quantised import cast_unquantised, mixes_rows, num_bytes, plain_tensors, quantisation
-from titan.models.hf.split import find_decoder
 from titan.models.hf.trial_pass import check_rows
-from titan.models.stored import (
+from titan.models.token_order import TokenOrder
+from titan.models.weight_files import (
     MISSHAPEN,
     MISSING,
     STORED_DTYPES,
@@ -39,12 +39,9 @@ from titan.models.stored import (
     not_finite,
     refuse_misfits,
 )
-from titan.models.token_order import TokenOrder
 
 LOG = logging.getLogger(__name__)
 
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Names of the number of experts in configs."""
 EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(.+)")
 """A tensor of one expert: the list, its place in it, and its name there."""
 
@@ -83,7 +80,7 @@ def load_weights(
     if isinstance(attending, GatheredAttention):
         check_gathering(loaded, model, order)
     elif config.runs_own_code:  # transformers' own modules are held to it by tests
-        check_rows(find_decoder(model), attending.current, loaded.ops, KVTensor(loaded.kv_layout, 1, CHECKED_SLOTS, loaded.device))
+        check_rows(find_decoder(model), attending, loaded.ops, KVTensor(loaded.kv_layout, 1, CHECKED_SLOTS, loaded.device))
     copy_mapped(model, tensors)
     _say_what_differs(name, config, found, *sizes)
     return loaded
@@ -91,39 +88,16 @@ def load_weights(
 
 def _read(stored: dict[str, StoredTensor], config: TransformersConfig, dtype: torch.dtype, backend: Backend) -> Any:
     """Return a model of transformers with its weights, on the device of a back end; in float32, some may be of 16 bits."""
-    # other parts of a composite model may have experts of their own
-    problems = {} if is_composite(config.source) else _expert_misfits(stored, config.source)
-    if any(names for what, names in problems.items() if what != UNEXPECTED):
-        refuse_misfits(problems, config.architecture)
-    try:
-        with quiet():
-            model, report = config.model_class.from_pretrained(
-                None, state_dict=stored, config=deepcopy(config.source), dtype=dtype, **_options(backend)
-            )
-    except RuntimeError:  # it does not say which weights cannot be stacked
-        refuse_misfits(problems, config.architecture)
-        raise
-    _check_report(report, config)
+    if not is_composite(config.source):  # which may have experts of images in the same list, of another shape
+        _check_experts(stored, config.architecture)
+    model = _from_pretrained(None, config, dtype, backend, state_dict=stored)
     give_back()
-    return model.eval().requires_grad_(False)
+    return model
 
 
 def _read_quantised(folder: Path, config: TransformersConfig, dtype: torch.dtype, backend: Backend) -> Any:
     """Return a quantised model of transformers, with the dtype of what is not quantised, on the device of a back end."""
-    from transformers import AutoModelForCausalLM
-
-    model_class: Any = composite_class(config.source) or AutoModelForCausalLM
-    with quiet():
-        model, report = model_class.from_pretrained(
-            folder,
-            config=deepcopy(config.source),
-            dtype=dtype,
-            use_safetensors=True,
-            trust_remote_code=config.trust_remote_code,
-            **_options(backend),
-        )
-    _check_report(report, config)
-    model.eval().requires_grad_(False)
+    model = _from_pretrained(folder, config, dtype, backend, use_safetensors=True)
     for name, weight in plain_tensors(model):
         if weight.is_floating_point() and not weight.isfinite().all():
             raise not_finite(name, weight.dtype)
@@ -133,10 +107,19 @@ def _read_quantised(folder: Path, config: TransformersConfig, dtype: torch.dtype
     return model
 
 
-def _options(backend: Backend) -> dict[str, Any]:
-    """Return the options of transformers' loading that do not depend on the model: shapes that differ are in its report."""
-    device_map = None if backend.is_host else {"": backend.device}
-    return {"device_map": device_map, "output_loading_info": True, "ignore_mismatched_sizes": True}
+def _from_pretrained(folder: Path | None, config: TransformersConfig, dtype: torch.dtype, backend: Backend, **options: Any) -> Any:
+    with quiet():
+        model, report = config.model_class.from_pretrained(
+            folder,
+            config=deepcopy(config.source),
+            dtype=dtype,
+            device_map=None if backend.is_host else {"": backend.device},
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # these are in the report
+            **options,
+        )
+    _check_report(report, config)
+    return model.eval().requires_grad_(False)
 
 
 def _bind(model: Any, config: TransformersConfig, dtype: torch.dtype) -> PagedAttention | GatheredAttention:
@@ -145,7 +128,7 @@ def _bind(model: Any, config: TransformersConfig, dtype: torch.dtype) -> PagedAt
         return GatheredAttention(dtype)
     model.set_attn_implementation(IMPLEMENTATION)
     set_experts(model, GROUPED)
-    return PagedAttention(model, config, dtype)
+    return PagedAttention(model, config.modules, dtype)
 
 
 def _say_what_differs(
@@ -180,22 +163,11 @@ def _may_be_left_over(name: str, text_config: Any) -> bool:
     return num_layers <= int(layer[1]) < num_layers + num_further
 
 
-def _expert_misfits(stored: Mapping[str, StoredTensor], source: Any) -> dict[str, list[str]]:
-    """Return the tensors by which the experts of a layer differ from most of them, by what is wrong; given transformers' config.
-
-    transformers stacks what it finds, in the order of the numbers. Unexpected tensors may be right: experts that compute
-    nothing may have some (LongCat).
-    """
-    counts = (getattr(source.get_text_config(), name, None) for name in EXPERT_COUNTS)
-    num_experts = next((each for each in counts if isinstance(each, int)), None)
-    lists: dict[str, dict[int, dict[str, Shape]]] = {}
+def _check_experts(stored: Mapping[str, StoredTensor], architecture: str) -> None:
+    """Refuse lists of experts with gaps or of several shapes: transformers stacks what it finds, in the order of the numbers."""
+    shapes: dict[tuple[str, str], dict[int, Shape]] = {}
     for name, tensor in stored.items():
         if (found := EXPERT.fullmatch(name)) is not None:
-            lists.setdefault(found[1], {}).setdefault(int(found[2]), {})[found[3]] = tensor.shape
-    there, asked = dict[str, Shape](), dict[str, Shape]()
-    for path, experts in lists.items():
-        [(usual, _)] = Counter(frozenset(each.items()) for each in experts.values()).most_common(1)
-        if any(experts.get(i) != dict(usual) for i in range(len(experts))):
-            there |= {f"{path}.{i}.{name}": shape for i, each in experts.items() for name, shape in each.items()}
-            asked |= {f"{path}.{i}.{name}": shape for i in range(num_experts or max(experts) + 1) for name, shape in usual}
-    return misfits(there, asked)
+            shapes.setdefault((found[1], found[3]), {})[int(found[2])] = tensor.shape
+    asked = {f"{path}.{i}.{name}": each[min(each)] for (path, name), each in shapes.items() for i in range(max(each) + 1)}
+    refuse_misfits(misfits({name: stored[name].shape for name in asked.keys() & stored.keys()}, asked), architecture)

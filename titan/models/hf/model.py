@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from titan.core.kv_tensor import KVLayout, KVTensor
-from titan.kernels.interfaces import Backend, LayerOps, PassInputs
+from titan.kernels.interfaces import Backend, PassInputs
 from titan.models.config import ModelConfig
+from titan.models.hf.gathered import GatheredAttention
+from titan.models.hf.head import Head, find_decoder
+from titan.models.hf.paged import PagedAttention
 from titan.models.hf.replace import replace_modules
-from titan.models.hf.split import Head, find_decoder
 from titan.models.token_order import TokenOrder
 
 CHECKED_SLOTS = 16
 """Slots of the cache in which modules are compared with those that replace them."""
-
-
-class Attending(Protocol):
-    """How the attention of a model's modules reaches the paged KV."""
-
-    def passing(self, inputs: PassInputs, kv: KVTensor, ops: LayerOps) -> AbstractContextManager[dict[str, Any]]:
-        """Make a pass ready; the context gives the arguments of the decoder besides tokens and positions."""
 
 
 class TransformersModel:
@@ -38,7 +32,7 @@ class TransformersModel:
         self,
         model: Any,
         config: ModelConfig,
-        attending: Attending,
+        attending: PagedAttention | GatheredAttention,
         *,
         dtype: torch.dtype,
         backend: Backend,
@@ -58,7 +52,6 @@ class TransformersModel:
 
     @property
     def kv_layout(self) -> KVLayout:
-        """The layout of the model's KV."""
         return self.config.kv_layout(self.dtype)
 
     def hidden_states(self, inputs: PassInputs, kv: KVTensor) -> Tensor:

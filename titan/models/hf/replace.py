@@ -14,10 +14,9 @@ from torch import nn
 
 from titan.core.kv_tensor import KVTensor
 from titan.kernels.interfaces import LayerOps
-from titan.models.hf.bound_attention import BINDING
+from titan.models.heap import give_back
 from titan.models.hf.experts import pack_experts
 from titan.models.hf.fused_attention import PROJECTIONS, fuse_attention
-from titan.models.hf.heap import give_back
 from titan.models.hf.modules import (
     PackedLinear,
     apply_linear,
@@ -28,6 +27,7 @@ from titan.models.hf.modules import (
     is_plain_linear,
     mixed_rows,
 )
+from titan.models.hf.paged import BINDING
 from titan.models.hf.quantised import quantisation
 from titan.models.hf.trial_pass import NUM_TOKENS, run_without_attention
 from titan.models.hf.widen import parts, widen, widened_in_turn
@@ -82,7 +82,7 @@ def record_calls(decoder: nn.Module, ops: LayerOps, kv: KVTensor) -> dict[nn.Mod
     hooks = [module.register_forward_pre_hook(record, with_kwargs=True) for module in bound]
     tokens = torch.arange(NUM_TOKENS, device=kv.groups[0].device)[None]
     try:
-        with run_without_attention(next(iter(bound.values())).current, ops, kv):
+        with run_without_attention(next(iter(bound.values())).attention, ops, kv):
             decoder(input_ids=tokens, position_ids=tokens, use_cache=False)
     finally:
         for hook in hooks:

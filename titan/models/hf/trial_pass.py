@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -12,8 +11,8 @@ from torch import Tensor
 from titan.core.attention import AttentionSpec
 from titan.core.kv_tensor import KVTensor
 from titan.kernels.interfaces import LayerOps
-from titan.models.hf.bound_attention import Current, Pass
 from titan.models.hf.modules import difference
+from titan.models.hf.paged import PagedAttention, Pass
 
 NUM_TOKENS = 3
 """Number of tokens of a trial pass."""
@@ -35,17 +34,13 @@ class EchoedQueries:
         return q[..., : spec.value_dim].flatten(1)
 
 
-@contextmanager
-def run_without_attention(current: Current, ops: LayerOps, kv: KVTensor) -> Iterator[None]:
+def run_without_attention(attention: PagedAttention, ops: LayerOps, kv: KVTensor) -> AbstractContextManager[None]:
     """Let modules run a pass of `NUM_TOKENS` in which the attention returns its queries."""
-    current.run = Pass(cast("LayerOps", EchoedQueries(ops)), kv, torch.arange(NUM_TOKENS, device=kv.groups[0].device), None)
-    try:
-        yield
-    finally:
-        current.run = None
+    slots = torch.arange(NUM_TOKENS, device=kv.groups[0].device)
+    return attention.running(Pass(cast("LayerOps", EchoedQueries(ops)), kv, slots, None))
 
 
-def check_rows(decoder: Any, current: Current, ops: LayerOps, kv: KVTensor) -> None:
+def check_rows(decoder: Any, attention: PagedAttention, ops: LayerOps, kv: KVTensor) -> None:
     """Check that tokens meet in attention alone: a pass has those of several requests, and of branches of trees, side by side.
 
     Two trial passes have two tokens in common, in another order and beside another one.
@@ -56,7 +51,7 @@ def check_rows(decoder: Any, current: Current, ops: LayerOps, kv: KVTensor) -> N
     outputs = []
     for tokens, positions in (([1, 2, 3], [0, 1, 2]), ([4, 3, 2], [0, 2, 1])):
         token_ids, position_ids = torch.tensor([[tokens], [positions]], device=kv.groups[0].device)
-        with run_without_attention(current, ops, kv):
+        with run_without_attention(attention, ops, kv):
             outputs.append(decoder(input_ids=token_ids, position_ids=position_ids, use_cache=False).last_hidden_state[0])
     found, expected = (each.nan_to_num() for each in (outputs[1][1:].flip(0), outputs[0][1:]))  # both may overflow
     if difference(found, expected) > MAX_DIFFERENCE:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from titan.models.stored import NARROW_DTYPES
+from titan.models.weight_files import NARROW_DTYPES
 
 
 def parts(model: nn.Module) -> list[nn.Module]:
