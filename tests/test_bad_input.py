@@ -29,7 +29,6 @@ from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.ngram import NgramDrafter
 from titan.draft.registry import register
 from titan.draft.replay import ReplayDrafter
-from titan.memory.block_pool import BlockPool
 from titan.models.decoder import Decoder
 from titan.models.loader import load_model
 from titan.schedule.policies.fair import FairPolicy
@@ -157,7 +156,6 @@ OTHERS: list[tuple[Callable[..., Any], dict[str, Any], list[str]]] = [
     (PriorityPolicy, {"ageing_s": -1}, ["ageing_s=-1", "[0, inf)"]),
     (partial(as_terms, 2), {"priority": ["batch", "urgent"]}, ["prompt 1: priority='urgent'", "'critical', 'normal', 'batch'"]),
     (partial(as_terms, 2), {"user": ["a"] * 3}, ["user has 3 entries", "2 prompts"]),
-    (BlockPool, {"num_blocks": -1, "enable_caching": True}, ["num_blocks=-1"]),
     (register, {"name": "ngram", "factory": NoDrafter}, ["name='ngram'", "taken", "ngram"]),
 ]
 

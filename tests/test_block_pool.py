@@ -210,11 +210,11 @@ def test_check_names_what_is_broken() -> None:
     pool.check([[0, 1]])
     with pytest.raises(AssertionError, match="block 1: 1 references, but 0 in the tables"):
         pool.check([[0]])
-    with pytest.raises(AssertionError, match=r"blocks \[0\] are in table 1 more than once"):
+    with pytest.raises(AssertionError, match=r"a block is in table 1 more than once: \[0, 0\]"):
         pool.check([[1], [0, 0]])
     pool.register(0, HASHES[0])
     pool._hash_of[1] = HASHES[0]
-    with pytest.raises(AssertionError, match=r"both ways at blocks \[1\]"):
+    with pytest.raises(AssertionError, match="both ways"):
         pool.check([[0, 1]])
     del pool._hash_of[1]
     pool._blank[2] = 0

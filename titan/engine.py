@@ -169,12 +169,10 @@ class Engine:
 
     @property
     def limits(self) -> RequestLimits:
-        """Limits of requests."""
         return RequestLimits(self.model_config.vocab_size, self.max_model_len, self.kv.num_blocks, self.kv.block_size)
 
     @property
     def drafter(self) -> Drafter:
-        """The current drafter."""
         return self.drafting.drafter
 
     def step(self) -> list[Request]:
@@ -255,15 +253,7 @@ class Engine:
         return changed
 
     def swap_draft(self, draft: DraftSpec) -> None:
-        """Replace the drafter between steps; requests in flight continue, and the new draft catches up with them.
-
-        The KV cache keeps its number of blocks. The swap space loses its content and keeps its size in bytes; if the host has no
-        memory for it any more, a warning says that there is none. With adaptive speculation, models whose passes were not measured
-        before are measured first, in about two seconds; that takes no block from requests in flight.
-
-        Raises:
-            ValueError: as in the constructor, or there is too little memory for the draft's KV; the current drafter then stays.
-        """
+        """Replace the drafter between steps, as `titan.LLM.swap_draft` says; the new draft catches up with requests in flight."""
         if self.config.speculation.speculation == "off":
             raise ValueError("swap_draft() contradicts speculation='off': allowed with 'adaptive' and 'fixed'")
         with self.backend.active():
@@ -304,19 +294,13 @@ class Engine:
         num_swap_blocks(swap_space, [self.kv.tensors["target"].layout, *own], block_size, swap_space)
 
     def compact_kv_cache(self) -> int:
-        """Move all KV blocks with content to the front, each request's in a row; return the number of moved blocks.
-
-        Raises:
-            Exception: as `KVCache.compact`.
-        """
+        """Move all KV blocks with content to the front, each request's in a row; return how many moved. See `KVCache.compact`."""
         return self.kv.compact(self.scheduler.in_flight)
 
     def resize_kv_cache(self, num_blocks: int) -> None:
-        """Give the KV cache this many blocks, between steps; requests in flight continue.
+        """Give the KV cache this many blocks between steps, see `titan.LLM.resize_kv_cache`; requests in flight continue.
 
         Raises:
-            ValueError: requests in flight hold more blocks, or one of them may need more; or there is too little memory, or the
-                back end is not on the host. Nothing has changed then.
             Exception: as `KVCache.compact`, or from a drafter that refuses its new cache; the size stays.
         """
         requests = self.scheduler.in_flight

@@ -39,7 +39,6 @@ class Average:
     num_seen: int = 0
 
     def note(self, value: float) -> None:
-        """Add a value."""
         self.num_seen += 1
         memory = min(LONGEST_MEMORY, 1 - 1 / (self.num_seen + 2))
         self.value = memory * self.value + (1 - memory) * value

@@ -101,12 +101,10 @@ class ShapeSpec:
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes of the shape."""
         return len(self.plan.parents)
 
     @property
     def num_slots(self) -> int:
-        """Number of slots that are written."""
         return self.plan.num_slots
 
 

@@ -82,13 +82,6 @@ def _check_draft_tree(name: str, draft_tree: object) -> str | list[int]:
     return parents  # type: ignore[no-any-return]
 
 
-def _check_kv_cache_dtype(name: str, dtype: str) -> str:
-    if isinstance(dtype, str) and dtype.startswith("fp8"):
-        allowed = ", ".join(map(repr, KV_CACHE_DTYPES))
-        raise ValueError(f"{name}={shown(dtype)} is not supported: fp8 waits for kernels tried on a GPU; allowed are {allowed}")
-    return check_choice(name, dtype, KV_CACHE_DTYPES)
-
-
 def _check_dtype(name: str, dtype: object) -> str:
     """Return the name of a dtype that models run in, given by one of its names or by torch's object."""
     dtype = str(dtype) if isinstance(dtype, torch.dtype) else dtype
@@ -257,8 +250,8 @@ class MemoryOptions:
     kv_cache_memory: int | None = option(None, optional(check_integer), low=1)
     memory_utilization: float | None = option(None, optional(check_number), low=0.0, high=1.0, open_low=True)
     enable_prefix_caching: bool = option(True, check_bool)
-    kv_cache_dtype: str = option("auto", _check_kv_cache_dtype)
-    draft_kv_cache_dtype: str = option("auto", _check_kv_cache_dtype)
+    kv_cache_dtype: str = option("auto", check_choice, allowed=KV_CACHE_DTYPES)
+    draft_kv_cache_dtype: str = option("auto", check_choice, allowed=KV_CACHE_DTYPES)
 
     def __post_init__(self) -> None:
         check_options(self)

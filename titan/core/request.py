@@ -184,7 +184,6 @@ class Request:
         return self.finish_reason is not None
 
     def extend_blocks(self, block_ids: Iterable[int]) -> None:
-        """Append blocks to the block table."""
         self.block_ids.extend(block_ids)
         if self.siblings and self.block_ids:
             self.holders[self] = None

@@ -193,7 +193,6 @@ class SamplingParams:
 
     @property
     def may_draft(self) -> bool:
-        """Whether drafts are allowed."""
         return self.use_speculative and self.max_draft_tokens != 0
 
     @property
@@ -213,7 +212,6 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """``stop`` as a tuple."""
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)

@@ -42,7 +42,6 @@ class SamplingRows:
         return cls(np.array(options, OPTIONS))
 
     def take(self, index: Ints) -> SamplingRows:
-        """Return the rows at these indices."""
         return SamplingRows(self.options[index])
 
     def repeat(self, counts: Ints) -> SamplingRows:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from titan.core.arrays import Ints
@@ -74,25 +74,12 @@ class StepPlan:
         num_tokens = self.num_tokens[0] // (2 if self.draft_budgets == [0] else 1)
         if not num_tokens:
             return []
-        return [
-            StepPlan(
-                requests=self.requests,
-                num_tokens=[num_tokens],
-                draft_budgets=[0],
-                num_slots=[0],
-                drafts_prompts=self.drafts_prompts,
-            )
-        ]
+        return [replace(self, num_tokens=[num_tokens], draft_budgets=[0], num_slots=[0], worths={}, reviews=[])]
 
     def _rows(self, first: int, end: int) -> StepPlan:
-        return StepPlan(
-            requests=self.requests[first:end],
-            num_tokens=self.num_tokens[first:end],
-            draft_budgets=self.draft_budgets[first:end],
-            num_slots=self.num_slots[first:end],
-            worths={i - first: worth for i, worth in self.worths.items() if first <= i < end},
-            drafts_prompts=self.drafts_prompts,
-        )
+        columns = {name: getattr(self, name)[first:end] for name in ("requests", "num_tokens", "draft_budgets", "num_slots")}
+        worths = {i - first: worth for i, worth in self.worths.items() if first <= i < end}
+        return replace(self, **columns, worths=worths, reviews=[])
 
     def remove(self, request: Request) -> None:
         """Remove a request's row, if it has one."""

@@ -27,7 +27,6 @@ class StepTimes:
 
     @property
     def whole(self) -> float:
-        """Seconds of the whole step."""
         return self.recurring + self.prepare + self.backlog
 
     @property

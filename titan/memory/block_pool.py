@@ -20,14 +20,9 @@ class BlockPool:
     Args:
         num_blocks: size of the pool, the same for every cache it indexes.
         enable_caching: whether blocks can be found by hash; if not, `lookup` finds nothing and `register` does nothing.
-
-    Raises:
-        ValueError: the number of blocks is negative.
     """
 
     def __init__(self, num_blocks: int, enable_caching: bool) -> None:
-        if num_blocks < 0:
-            raise ValueError(f"num_blocks={num_blocks} is too small: at least 0 is needed")
         self.enable_caching = enable_caching
         self.num_evicted = 0  # cached blocks that were allocated again, since the start
         self.num_touched = num_blocks
@@ -206,7 +201,7 @@ class BlockPool:
         """
         tables = tuple(tables)
         for row, table in enumerate(tables):
-            assert len(set(table)) == len(table), f"blocks {_repeated(table)} are in table {row} more than once"
+            assert len(set(table)) == len(table), f"a block is in table {row} more than once: {list(table)}"
         expected = Counter(chain.from_iterable(tables))
         for block_id, (count, is_blank) in enumerate(zip(self._ref_counts, self._blank, strict=True)):
             assert count == expected[block_id], f"block {block_id}: {count} references, but {expected[block_id]} in the tables"
@@ -218,18 +213,10 @@ class BlockPool:
     def _check_hashes(self) -> None:
         inverse = {block_id: block_hash for block_hash, block_id in self._block_of.items()}
         assert len(inverse) == len(self._block_of), "two hashes lead to one block"
-        assert inverse == self._hash_of, f"hashes do not map both ways at blocks {_differing_keys(inverse, self._hash_of)}"
+        assert inverse == self._hash_of, "hashes and blocks do not map both ways"
         assert self.enable_caching or not inverse, f"blocks {sorted(inverse)} have a hash, but caching is disabled"
         assert all(block_id in inverse for block_id in self._cached), "free blocks count as cached, but have no hash"
         assert not any(self._blank[block_id] for block_id in inverse), "free blocks with a hash count as blank"
-
-
-def _repeated(block_ids: Sequence[int]) -> list[int]:
-    return [block_id for block_id, count in Counter(block_ids).items() if count > 1]
-
-
-def _differing_keys(left: dict[int, bytes], right: dict[int, bytes]) -> list[int]:
-    return sorted(key for key in left.keys() | right.keys() if left.get(key) != right.get(key))
 
 
 def hash_root(salt: str | None) -> bytes:

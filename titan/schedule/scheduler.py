@@ -77,7 +77,6 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request is waiting or running."""
         return bool(self.waiting or self.running)
 
     @property

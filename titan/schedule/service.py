@@ -34,7 +34,6 @@ class ServiceLog:
         self._add(request.terms.user, num_prompt_tokens, 0)
 
     def end(self, request: Request) -> None:
-        """Note that a request has ended."""
         if request.metrics.first_scheduled_time is not None:
             self._add(request.terms.user, 0, request.num_output_tokens)
 

@@ -58,7 +58,6 @@ class FairPolicy(SchedulingPolicy):
         self._idle: Heap[str | None] = Heap()  # users without requests, by service
 
     def add(self, request: Request) -> None:
-        """See `titan.core.policy.SchedulingPolicy`."""
         user, is_new = request.terms.user, not request.metrics.num_preemptions
         if is_new:
             self._in_flight[user].add(request)
@@ -77,7 +76,6 @@ class FairPolicy(SchedulingPolicy):
             self._waiting[user].move_to_end(request, last=False)
 
     def remove(self, request: Request) -> None:
-        """See `titan.core.policy.SchedulingPolicy`."""
         user = request.terms.user
         waiting = self._waiting.get(user, OrderedDict())
         waiting.pop(request, None)
@@ -87,17 +85,14 @@ class FairPolicy(SchedulingPolicy):
             self._last = user
 
     def first(self, now: float) -> Request:  # noqa: ARG002
-        """See `titan.core.policy.SchedulingPolicy`."""
         return next(iter(self._waiting[self._find_least()]))
 
     def serve(self, request: Request, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """See `titan.core.policy.SchedulingPolicy`."""
         user = request.terms.user
         tokens = self.prompt_weight * num_prompt_tokens + self.output_weight * num_output_tokens
         self._service[user] += tokens / self._weights.get(user, 1.0)
 
     def end(self, request: Request) -> None:
-        """See `titan.core.policy.SchedulingPolicy`."""
         user = request.terms.user
         self._in_flight[user].discard(request)
         if not self._in_flight[user]:
@@ -105,7 +100,6 @@ class FairPolicy(SchedulingPolicy):
             self._idle.push(user, self._service[user])
 
     def victim(self, running: Sequence[Request], now: float) -> Request:  # noqa: ARG002
-        """See `titan.core.policy.SchedulingPolicy`."""
         return max(reversed(running), key=lambda request: self._service[request.terms.user])
 
     def _find_least(self) -> str | None:

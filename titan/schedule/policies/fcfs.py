@@ -18,19 +18,15 @@ class FcfsPolicy(SchedulingPolicy):
         self._waiting: OrderedDict[Request, None] = OrderedDict()
 
     def add(self, request: Request) -> None:
-        """See `titan.core.policy.SchedulingPolicy`."""
         self._waiting[request] = None
         if request.metrics.num_preemptions:
             self._waiting.move_to_end(request, last=False)
 
     def remove(self, request: Request) -> None:
-        """See `titan.core.policy.SchedulingPolicy`."""
         del self._waiting[request]
 
     def first(self, now: float) -> Request:  # noqa: ARG002
-        """See `titan.core.policy.SchedulingPolicy`."""
         return next(iter(self._waiting))
 
     def victim(self, running: Sequence[Request], now: float) -> Request:  # noqa: ARG002
-        """See `titan.core.policy.SchedulingPolicy`."""
         return running[-1]

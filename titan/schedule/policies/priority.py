@@ -45,19 +45,16 @@ class PriorityPolicy(SchedulingPolicy):
         self._num_starts = 0  # since the last one that was the oldest's turn
 
     def add(self, request: Request) -> None:
-        """See `titan.core.policy.SchedulingPolicy`."""
         self._by_key.push(request, _key(request))
         self._by_age.push(request, request.metrics.arrival_time)
 
     def remove(self, request: Request) -> None:
-        """See `titan.core.policy.SchedulingPolicy`."""
         self._by_key.discard(request)
         self._by_age.discard(request)
         if not request.is_finished:
             self._num_starts = (self._num_starts + 1) % AGED_TURN
 
     def first(self, now: float) -> Request:
-        """See `titan.core.policy.SchedulingPolicy`."""
         if self._num_starts == AGED_TURN - 1:
             oldest, _ = self._by_age.top()
             if self._has_aged(oldest, now):
@@ -65,11 +62,9 @@ class PriorityPolicy(SchedulingPolicy):
         return self._by_key.top()[0]
 
     def victim(self, running: Sequence[Request], now: float) -> Request:
-        """See `titan.core.policy.SchedulingPolicy`."""
         return max(running, key=lambda request: (not self._has_aged(request, now), _key(request)))
 
     def displaceable(self, request: Request, running: Sequence[Request], now: float) -> Sequence[Request]:
-        """See `titan.core.policy.SchedulingPolicy`."""
         if "critical" not in (request.terms.priority, self._by_key.top()[0].terms.priority):
             return ()
         batch = [
