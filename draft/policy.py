@@ -7,12 +7,14 @@ which change no tokens: `prefers_chain`, and the temperature at which a history 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from titan.core.growth import BeamSpec, GrowthSpec, ShapeSpec, Worth, chain_spec, main_path_order, shape_plan
 from titan.core.limits import MAX_NODES
 from titan.core.request import Request
+from titan.core.sampling_params import SamplingParams
 from titan.core.trees import Parents, chain_parents
 from titan.draft.shapes import expected_shape
 
@@ -94,11 +96,16 @@ class DraftPolicy:
         return BeamSpec(budget, budget, 1, num_children, score_temperature(request), worth)
 
     def largest_specs(self) -> list[GrowthSpec]:
-        """Return the largest spec of each kind that `spec` may return for a greedy request: a chain, a narrow and a wide beam."""
-        if self.fixed_shape is not None:
-            return [chain_spec(int(np.cumprod(self.fixed_shape == np.arange(-1, len(self.fixed_shape) - 1)).sum()))]
+        """Return the largest spec of each kind along a chain that `spec` may return, greedy or sampled, and a wide beam."""
         most = self.max_draft_tokens
-        specs: list[GrowthSpec] = [chain_spec(max(filter(self._is_chain, range(1, most + 1))))]
+        if self.fixed_shape is not None:
+            most = int(np.cumprod(self.fixed_shape == np.arange(-1, len(self.fixed_shape) - 1)).sum())
+        specs: list[GrowthSpec] = []
+        if self.draft_sampling != "greedy":
+            specs.append(replace(chain_spec(most), params=SamplingParams()))
+        if self.fixed_shape is not None:
+            return [*specs, chain_spec(most)]
+        specs.append(chain_spec(max(filter(self._is_chain, range(1, most + 1)))))
         if not self._is_chain(most):  # a wide beam becomes narrow where slots are short
             specs.append(BeamSpec(most, most, 1, CHAIN_CHILDREN, GREEDY_TEMPERATURE))
         if not self._is_narrow(most):

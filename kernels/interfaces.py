@@ -297,7 +297,8 @@ class Candidates:
     parent_slots: Tensor  # int64, slot where the parent is fed; -1 for the root
     slots: Tensor  # int64, slot where the candidate is fed; -1 if it is not fed
     probs: Tensor | None = None  # float32 [I, vocab], the distributions that tokens were sampled from
-    probs_rows: Ints | None = None  # [n, 1 + slots], rows of probs: of the root, then of the node fed at each slot
+    # [n, 1 + slots], rows of probs: of the root, -1 if the request's tokens were not sampled; then of the node fed at each slot
+    probs_rows: Ints | None = None
 
 
 class Verified(NamedTuple):

@@ -23,7 +23,7 @@ def place_trees(found: Sequence[Candidates], num_rows: int) -> tuple[Ints, Flags
         counts[each.rows] = each.num_nodes
         is_chain[each.rows] = each.is_chain
         has_scores[each.rows] = each.has_scores
-        is_sampled[each.rows] = each.probs is not None
+        is_sampled[each.rows] = each.probs_rows is not None and each.probs_rows[:, 0] >= 0
     return prefix_sums(counts), is_chain, is_sampled, has_scores
 
 

@@ -17,6 +17,7 @@ from zoo import Zoo, random_prompts
 
 from titan.core.sampling_params import SamplingParams
 from titan.kernels.triton.cuda_graphs import cuda_graph_capture
+from titan.kernels.triton.draft_chain import DraftChains
 
 pytestmark = ON_CUDA
 
@@ -58,8 +59,28 @@ def test_bfloat16_with_a_profiled_pool_runs_all_options(zoo: Zoo) -> None:
     assert all(run_all(engine, PROMPTS, params))
 
 
+def test_sampled_chains_from_graphs_are_those_of_passes(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tokens, beside greedy requests, accepted as often; batches shrink, so that rows have other options than before."""
+    params = [
+        SamplingParams(temperature=0.9 * (i % 3 > 0), top_k=20 * (i % 2), top_p=0.9, seed=i, max_tokens=9 + 7 * i, ignore_eos=True)
+        for i in range(len(PROMPTS))
+    ]
+    outputs, accepted, num_grown, grow = [], [], list[object](), DraftChains.grow
+    for can_grow in (DraftChains.can_grow, lambda *_: False):
+        monkeypatch.setattr(DraftChains, "can_grow", can_grow)
+        monkeypatch.setattr(DraftChains, "grow", lambda *args: (num_grown.append(args), grow(*args))[1])
+        options = {"draft_tree": "chain", "draft_sampling": "sampled", "num_kv_blocks": 400}
+        engine = make_engine(zoo.path("llama"), zoo.path("llama~"), backend=triton_backend(), **options)
+        outputs.append([run_all(engine, PROMPTS, params) for _ in range(2)])
+        accepted.append(engine.counters.accepted_per_depth)
+        assert engine.passes.num_replayed > len(num_grown) > 20
+    assert outputs[0] == outputs[1] and accepted[0] == accepted[1]
+
+
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")  # PyTorch says so at its first use
-@pytest.mark.parametrize(("draft_tree", "draft_sampling"), [("auto", "greedy"), ("dynamic", "greedy"), ("auto", "sampled")])
+@pytest.mark.parametrize(
+    ("draft_tree", "draft_sampling"), [("auto", "greedy"), ("dynamic", "greedy"), ("auto", "sampled"), ("chain", "sampled")]
+)
 def test_a_step_waits_for_nothing_but_its_look_at_the_results(
     zoo: Zoo, draft_tree: str, draft_sampling: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:

@@ -316,6 +316,8 @@ SERVED: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"draft_tree": "chain", "draft_sampling": "greedy"}),  # with as many KV heads as query heads
     ("llama", {"draft_tree": "dynamic", "draft_vocab_size": 91, "draft_weight_bits": 8, "max_batch_size": 8}),  # a head of its own
     ("llama", {"draft_tree": "dynamic", "max_batch_size": 1}),
+    ("llama", {"draft_tree": "chain", "draft_sampling": "sampled"}),
+    ("llama", {"draft_tree": "chain", "draft_sampling": "sampled", "max_draft_tokens": 1, "draft_vocab_size": VOCAB_SIZE - 5}),
 ]
 
 

@@ -1,7 +1,8 @@
 """Trees that hang along chains, and what the host knows of them before any token is drafted.
 
-A greedy chain is its most likely tokens. A beam of width one feeds them too, and considers their siblings, with scores. In a step
-with such beams, greedy chains are the first of the siblings found.
+A greedy chain is its most likely tokens, a sampled one what was sampled. A beam of width one feeds the most likely tokens, too, and
+considers their siblings, with scores. In a step with such beams, greedy chains are the first of the siblings found; in one with
+sampled chains, they are sampled at temperature 0. Beams and sampled chains are not mixed.
 
 Legend: n chains; k children of each node that is fed; D depths of the deepest tree; N nodes of all trees.
 """
@@ -20,8 +21,12 @@ from torch import Tensor
 from titan.core.arrays import Flags, Ints
 from titan.core.batch import prefix_sums
 from titan.core.growth import BeamSpec, Feed, GrowthSpec, ShapeSpec
+from titan.core.sampling_params import SamplingParams
+from titan.core.sampling_rows import SamplingRows
 from titan.core.trees import DraftTrees, NodeColumns
 from titan.kernels.interfaces import Candidates
+
+GREEDY = SamplingParams(temperature=0.0)
 
 
 class Chains(NamedTuple):
@@ -31,33 +36,49 @@ class Chains(NamedTuple):
     roots: Ints  # positions
     num_fed: Ints  # nodes that are fed
     num_nodes: Ints  # places of the trees
-    is_greedy: Flags  # else a beam
-    temperatures: NDArray[np.float32]  # 1 for a greedy chain
+    is_greedy: Flags
+    is_sampled: Flags  # else, unless it is greedy, a beam
+    temperatures: NDArray[np.float32]  # of beams; 1 for a chain
     num_children: int  # k
+    sampling: SamplingRows | None  # how the tokens of chains are sampled; None: no chain is
+
+    @property
+    def num_probs(self) -> int:
+        """Number of q that tokens are sampled from: of each sampled chain's root and of the nodes that are fed."""
+        return int((self.num_nodes * self.is_sampled).sum())
 
     @classmethod
     def of(cls, feeds: Sequence[Feed], roots: Ints) -> Chains:
         """Collect the chains of feeds with a spec, whose roots have these positions; beams have equal numbers of children."""
         specs = [feed.spec for feed in feeds if feed.spec is not None]
+        is_sampled = np.array([*map(is_sampled_chain, specs)])
+        sampled = [(spec.params or GREEDY, spec.seed, 0) for spec in specs if isinstance(spec, ShapeSpec)]
         return cls(
             rows=np.array([feed.row for feed in feeds]),
             roots=roots,
             num_fed=np.array([spec.num_slots for spec in specs]),
             num_nodes=np.array([spec.num_nodes for spec in specs]),
-            is_greedy=np.array([isinstance(spec, ShapeSpec) for spec in specs]),
+            is_greedy=np.array([isinstance(spec, ShapeSpec) for spec in specs]) & ~is_sampled,
+            is_sampled=is_sampled,
             temperatures=np.array([spec.temperature if isinstance(spec, BeamSpec) else 1 for spec in specs], np.float32),
             num_children=next((spec.num_children for spec in specs if isinstance(spec, BeamSpec)), 1),
+            sampling=SamplingRows.of(sampled) if is_sampled.any() else None,
         )
 
 
 def children_per_node(spec: GrowthSpec) -> int:
-    """Return the number of children considered after each node of a chain: 1 if it is greedy; 0 for any other tree.
+    """Return the number of children considered after each node along a chain: 1 if no others are; 0 for any other tree.
 
     A beam whose growth may end before its depth counts as another tree.
     """
     if isinstance(spec, BeamSpec):
         return spec.num_children if spec.width == 1 and spec.worth is None else 0
-    return int(isinstance(spec, ShapeSpec) and spec.plan.shape.is_chain and spec.params is None)
+    return int(isinstance(spec, ShapeSpec) and spec.plan.shape.is_chain)
+
+
+def is_sampled_chain(spec: GrowthSpec) -> bool:
+    """Whether the tokens of a chain are sampled."""
+    return isinstance(spec, ShapeSpec) and spec.params is not None
 
 
 def node_columns(chains: Chains) -> list[NDArray[Any]]:
@@ -108,10 +129,34 @@ def _child_columns(num_fed_bytes: bytes, is_greedy_bytes: bytes, k: int) -> tupl
     return *(column.reshape(len(num_fed), -1) for column in (parent_slots, slots, is_missing)), is_greedy[:, 0]
 
 
-def sibling_candidates(chains: Chains, drafted: Tensor, columns: Sequence[Tensor]) -> Candidates:
-    """Return the children found, int64 [2, D, n, k], as candidates; ``columns`` are those of `child_columns`."""
+def candidates(chains: Chains, drafted: Tensor, columns: Sequence[Tensor], probs: Tensor | None) -> Candidates:
+    """Return the children found, int64 [2, D, n, k], as candidates.
+
+    Args:
+        chains: of a step.
+        drafted: tokens, and the bits of their scores.
+        columns: those of `child_columns`.
+        probs: the q of sampled chains, whose rows are those of `probs_rows`.
+    """
     parent_slots, slots, is_missing, is_greedy = columns
-    token_ids, bits = drafted.transpose(1, 2).flatten(2)
+    token_ids, bits = drafted.transpose(1, 2).contiguous().flatten(2)
     scores = bits.int().view(torch.float32).masked_fill(is_greedy, 0.0).masked_fill(is_missing, float("-inf"))
-    has_scores = ~chains.is_greedy
-    return Candidates(chains.rows, chains.num_nodes, chains.is_greedy, has_scores, token_ids, scores, parent_slots, slots)
+    is_chain = chains.is_greedy | chains.is_sampled
+    return Candidates(
+        rows=chains.rows,
+        num_nodes=chains.num_nodes,
+        is_chain=is_chain,
+        has_scores=~is_chain,
+        token_ids=token_ids,
+        scores=scores,
+        parent_slots=parent_slots,
+        slots=slots,
+        probs=probs,
+        probs_rows=None if probs is None else probs_rows(chains),
+    )
+
+
+def probs_rows(chains: Chains) -> Ints:
+    """Return the rows where each chain's q are, of its root and the nodes below it, as in `Candidates`: [n, D]."""
+    rows = prefix_sums(chains.num_nodes * chains.is_sampled)[:-1, None] + np.arange(1 + chains.num_fed[0])
+    return np.where(chains.is_sampled[:, None], rows, -1)

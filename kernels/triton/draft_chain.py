@@ -24,22 +24,40 @@ from titan.core.arrays import Ints
 from titan.core.growth import BeamSpec, Feed, GrowthSpec
 from titan.core.kv_tensor import KVTensor
 from titan.core.trees import DraftTrees, GrowthReport
-from titan.kernels.growth import Forward, root_batch
+from titan.kernels.growth import Forward, of_vocabulary, root_batch
 from titan.kernels.interfaces import Backend, Model, PassInputs
 from titan.kernels.triton.attention_plan import DeviceLayout
+from titan.kernels.triton.chain_sampler import ChainSampler
 from titan.kernels.triton.chain_trees import (
     Chains,
+    candidates,
     child_columns,
     children_per_node,
     greedy_trees,
+    is_sampled_chain,
     node_columns,
-    sibling_candidates,
+    probs_rows,
 )
 from titan.kernels.triton.cuda_graphs import Replays
 from titan.kernels.triton.pass_inputs import BlockTables
+from titan.kernels.triton.row_distribution import row_bytes
 
 MAX_DEPTHS = 8
 """Most depths of one graph; a longer chain is several replays, whose launches cost little beside that many passes."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Choice:
+    """How children of the nodes just fed are chosen."""
+
+    num_children: int
+    is_sampled: bool  # else they are the most likely tokens
+    num_tokens: int  # of the vocabulary, that may be drafted
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether children have scores: of a sampled one 0, or -inf if nothing could be sampled here or above."""
+        return self.is_sampled or self.num_children > 1
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -47,12 +65,11 @@ class ChainSize:
     """The shapes of some depths; unlike a tuple, never equal to the `PassSize` of another pass."""
 
     num_requests: int
-    num_children: int  # with their scores; 1: the most likely token alone, without
+    choice: Choice
     num_depths: int
-    num_tokens: int  # of the vocabulary, that may be drafted
 
 
-@triton.jit(do_not_specialize=["num_requests", "stride_block_table"])
+@triton.jit(do_not_specialize=["num_requests", "stride_block_table", "bytes_of_probs"])
 def _lay_out_depth_kernel(
     next_slots_ptr,  # [R], of the next node of each chain; advanced
     num_left_ptr,  # [R], descending: nodes that are still to be fed; lowered
@@ -61,6 +78,8 @@ def _lay_out_depth_kernel(
     visible_lens_ptr,  # [R]
     seq_lens_ptr,  # [R]
     query_start_loc_ptr,  # [R + 1]
+    addresses_ptr,  # [R], of the q of the next node, advanced; 0: none is written; None: nothing is sampled
+    bytes_of_probs,
     block_table_ptr,  # [R, blocks]
     stride_block_table,
     num_requests,
@@ -84,10 +103,13 @@ def _lay_out_depth_kernel(
     tl.store(query_start_loc_ptr + num_requests, num_fed)
     tl.store(next_slots_ptr + requests, slots + 1, mask=is_fed)
     tl.store(num_left_ptr + requests, num_left - 1, mask=is_fed)
+    if addresses_ptr is not None:
+        addresses = tl.load(addresses_ptr + requests, mask=is_fed, other=0)
+        tl.store(addresses_ptr + requests, tl.where(addresses > 0, addresses + bytes_of_probs, 0), mask=exists)
 
 
 class DraftChains:
-    """Grows the trees of a step if all of them are greedy chains or beams of width one.
+    """Grows the trees of a step if all of them are chains, or greedy chains and beams of width one.
 
     Args:
         backend: the one whose device the model is on.
@@ -126,16 +148,21 @@ class DraftChains:
         self._query_start_loc = zeros(most + 1)
         # of the nodes that are fed next; of all requests
         self._scores, self._temperatures = zeros(most, dtype=torch.float32), zeros(most, dtype=torch.float32).fill_(1)
+        self._sampler = ChainSampler(backend, most)
 
     def can_grow(self, feeds: Sequence[Feed]) -> bool:
-        """Whether there are trees to grow, all along one chain, beams with as many siblings, within the bounds of the graphs."""
+        """Whether there are trees to grow, all along one chain, within the bounds of the graphs.
+
+        Beams must have equally many siblings, and none may be beside sampled chains.
+        """
         specs = [feed.spec for feed in feeds if feed.spec is not None]
         beams = {spec.num_children for spec in specs if isinstance(spec, BeamSpec)}
         most_rows, most_blocks = self._tables.tensor.shape
         is_bounded = len(feeds) <= most_rows and max(map(_num_fed, feeds)) <= self._max_fed
         table = feeds[0].block_table
         width = max(len(feed.block_ids) for feed in feeds) if table is None else table.shape[1]
-        return bool(specs) and all(map(children_per_node, specs)) and len(beams) <= 1 and is_bounded and width <= most_blocks
+        num_kinds = len(beams) + any(map(is_sampled_chain, specs))  # greedy chains go along with any
+        return bool(specs) and all(map(children_per_node, specs)) and num_kinds <= 1 and is_bounded and width <= most_blocks
 
     def grow(self, forward: Forward, feeds: Sequence[Feed], num_rows: int, vocab_size: int) -> DraftTrees:
         """Grow trees as `can_grow` accepts them, the same ones as `titan.kernels.growth.grow_by_passes`, whose arguments these are.
@@ -151,21 +178,21 @@ class DraftChains:
         self._check(growing, chains.roots + chains.num_fed)
         if not self._tables.holds(layout.block_table):  # the pass over the roots was too large for a graph
             self._tables.load(layout.block_table, *self._backend.upload([layout.block_table.astype(np.int32)]))
-        num_tokens = min(vocab_size, root_logits.shape[1])
-        if chains.num_children == 1:
-            drafted, columns = self._draft(root_logits, chains, num_tokens, node_columns(chains))
-            trees = greedy_trees(chains, num_rows, drafted, columns)
+        choice = self._choice(chains.num_children, chains.sampling is not None, vocab_size)
+        if choice.has_scores:
+            probs = root_logits.new_empty(chains.num_probs, vocab_size, dtype=torch.float32) if choice.is_sampled else None
+            drafted, columns = self._draft(root_logits, chains, choice, child_columns(chains), probs)
+            trees = self._backend.trees.select([candidates(chains, drafted, columns, probs)], num_rows)
         else:
-            drafted, columns = self._draft(root_logits, chains, num_tokens, child_columns(chains))
-            trees = self._backend.trees.select([sibling_candidates(chains, drafted, columns)], num_rows)
+            drafted, columns = self._draft(root_logits, chains, choice, node_columns(chains))
+            trees = greedy_trees(chains, num_rows, drafted, columns)
         passes, rows = 1 + int(chains.num_fed[0]), len(batch.token_ids) + int(chains.num_fed.sum())
         return replace(trees, growth=GrowthReport(passes, rows, None, np.full(num_rows, np.nan, np.float32)))
 
     def warm_up(self, specs: Sequence[GrowthSpec], vocab_size: int) -> list[Callable[[], object]]:
         """Return recordings of all graphs that trees up to these need, the largest first; ``vocab_size`` as in `grow`."""
-        num_tokens = min(vocab_size, self._model.config.vocab_size)
         sizes = {
-            ChainSize(count, children_per_node(spec), depths, num_tokens)
+            ChainSize(count, self._choice(children_per_node(spec), is_sampled_chain(spec), vocab_size), depths)
             for count in self._request_counts
             for spec in specs
             for depths in self._depths
@@ -173,15 +200,25 @@ class DraftChains:
         }
         return [partial(self._record, size) for size in sorted(sizes, reverse=True)]
 
+    def _choice(self, num_children: int, is_sampled: bool, vocab_size: int) -> Choice:
+        """Return the choice in trees of a vocabulary; q is over all of it, even if the draft has fewer tokens."""
+        return Choice(num_children, is_sampled, vocab_size if is_sampled else min(vocab_size, self._model.config.vocab_size))
+
     def _draft(
-        self, root_logits: Tensor, chains: Chains, num_tokens: int, columns: Sequence[NDArray[Any]]
+        self,
+        root_logits: Tensor,
+        chains: Chains,
+        choice: Choice,
+        columns: Sequence[NDArray[Any]],
+        probs: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Return the children of all roots and of the nodes fed, as `_choose` does, and the columns on the device.
 
-        The first is int64 [1 or 2, D, n, k]. Which children are there follows from the lengths of the chains.
+        The first is int64 [1 or 2, D, n, k]. Which children are there follows from the lengths of the chains. The q of sampled
+        chains are written to ``probs``.
         """
-        n, num_children, num_fed = len(root_logits), chains.num_children, int(chains.num_fed[0])
-        sizes = self._sizes(n, num_children, num_fed, num_tokens)
+        n, num_fed = len(root_logits), int(chains.num_fed[0])
+        sizes = self._sizes(n, num_fed, choice)
         for size in sizes:
             self._record(size)
         slots, left, temperatures, *uploaded = self._backend.upload(
@@ -189,11 +226,13 @@ class DraftChains:
         )
         self._next_slots[:n].copy_(slots)
         self._num_left.zero_()[:n].copy_(left)
-        if num_children > 1:
+        if choice.has_scores:
             self._temperatures[:n].copy_(temperatures)
             self._scores.zero_()
-        of_roots = self._choose(root_logits, num_children, num_tokens)
-        drafted = of_roots.new_empty(len(of_roots), 1 + num_fed, n, num_children)
+        if chains.sampling is not None and probs is not None:
+            self._sampler.load(chains.sampling, probs, probs_rows(chains)[:, 0])
+        of_roots = self._choose(root_logits, choice)
+        drafted = of_roots.new_empty(len(of_roots), 1 + num_fed, n, choice.num_children)
         drafted[:, 0] = of_roots
         depth = 1
         for size in sizes:
@@ -208,14 +247,14 @@ class DraftChains:
             if slot >= len(feed.block_ids) * self._kv.block_size:
                 raise IndexError(f"a block table of {len(feed.block_ids)} blocks does not cover slot {slot}")
 
-    def _sizes(self, num_requests: int, num_children: int, num_fed: int, num_tokens: int) -> list[ChainSize]:
+    def _sizes(self, num_requests: int, num_fed: int, choice: Choice) -> list[ChainSize]:
         """Return the graphs that feed this many depths, one after the other."""
         count = next(count for count in self._request_counts if count >= num_requests)
         sizes = list[ChainSize]()
         for depths in self._depths:
             num_replays, num_fed = divmod(num_fed, depths)
             if num_replays:
-                sizes += [ChainSize(count, num_children, depths, num_tokens)] * num_replays
+                sizes += [ChainSize(count, choice, depths)] * num_replays
         return sizes
 
     def _record(self, size: ChainSize) -> None:
@@ -229,29 +268,35 @@ class DraftChains:
         """Feed the next depths of all chains; return the children found at each, as `_choose` does: [1 or 2, num_depths, R, k]."""
         inputs, found = self._inputs(size.num_requests), []
         for _ in range(size.num_depths):
-            self._lay_out_depth(size.num_requests)
+            self._lay_out_depth(size.num_requests, size.choice)
             logits = self._model.logits(self._model.hidden_states(inputs, self._kv))
-            found.append(self._choose(logits, size.num_children, size.num_tokens))
+            found.append(self._choose(logits, size.choice))
         return torch.stack(found, 1)
 
-    def _choose(self, logits: Tensor, num_children: int, num_tokens: int) -> Tensor:
-        """Choose the most likely of the first tokens as children of the nodes just fed, the first of them to be fed next.
+    def _choose(self, logits: Tensor, choice: Choice) -> Tensor:
+        """Choose children of the nodes just fed, the first of which are fed next.
 
         Returns:
-            int64 [1 or 2, rows, k]: tokens, 0 where there is none, and, if there are siblings, the bits of their float32 scores.
+            int64 [1 or 2, rows, k]: tokens, 0 where there is none, and, if they have scores, the float32 bits of these.
         """
-        count, logits = len(logits), logits[:, :num_tokens]
-        if num_children == 1:
+        count, logits = len(logits), of_vocabulary(logits, choice.num_tokens)
+        if not choice.has_scores:
             found = self._backend.sampling.argmax(logits).clamp_(min=0).view(1, count, 1)
         else:
-            token_ids, logprobs = self._backend.sampling.top_candidates(logits, num_children, self._temperatures[:count])
-            scores = logprobs + self._scores[:count, None]
+            scores_above = self._scores[:count, None]
+            if choice.is_sampled:
+                sampled = self._sampler.sample(logits, self._next_slots[:count].long())[:, None]
+                token_ids, scores = sampled.clamp(min=0), scores_above.masked_fill(sampled < 0, float("-inf"))
+            else:
+                temperatures = self._temperatures[:count]
+                token_ids, logprobs = self._backend.sampling.top_candidates(logits, choice.num_children, temperatures)
+                scores = scores_above + logprobs
             self._scores[:count].copy_(scores[:, 0])
             found = torch.stack((token_ids, scores.view(torch.int32).long()))
         self._token_ids[:count].copy_(found[0, :, 0])
         return found
 
-    def _lay_out_depth(self, count: int) -> None:
+    def _lay_out_depth(self, count: int, choice: Choice) -> None:
         _lay_out_depth_kernel[(1,)](
             self._next_slots,
             self._num_left,
@@ -260,6 +305,8 @@ class DraftChains:
             self._visible_lens,
             self._seq_lens,
             self._query_start_loc,
+            self._sampler.addresses if choice.is_sampled else None,
+            row_bytes(choice.num_tokens),
             self._tables.tensor,
             self._tables.tensor.stride(0),
             count,

@@ -503,7 +503,8 @@ def row_distributions(logits: Tensor, *, temperature: Tensor, top_k: Tensor, top
 
 @triton.jit
 def _probs_kernel(
-    probs_ptr,  # [R, VOCAB_SIZE]
+    probs_ptr,  # [R, VOCAB_SIZE]; None: rows are where addresses say
+    addresses_ptr,  # [R]; 0: nowhere
     logits_ptr,  # [R, VOCAB_SIZE]
     stride_logits,
     peaks_ptr,  # [R]
@@ -518,6 +519,13 @@ def _probs_kernel(
 ):
     """One program per row and chunk."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if probs_ptr is None:
+        address = tl.load(addresses_ptr + row)
+        if address == 0:
+            return
+        probs_row_ptr = address.to(tl.pointer_type(tl.float32))
+    else:
+        probs_row_ptr = probs_ptr + row * VOCAB_SIZE
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     peak, scale, threshold, last_tie, masses = load_distribution(
         row, peaks_ptr, scales_ptr, thresholds_ptr, last_ties_ptr, chunk_masses_ptr, NUM_CHUNKS, CHUNKS
@@ -527,13 +535,29 @@ def _probs_kernel(
         logits = load_logits(logits_ptr + row * stride_logits, ids, VOCAB_SIZE)
         total = tl.sum(masses, axis=0)
         probs = weigh_kept(logits, ids, peak, scale, threshold, last_tie) * (1.0 / total).to(tl.float32)
-    tl.store(probs_ptr + row * VOCAB_SIZE + ids, probs, mask=ids < VOCAB_SIZE)
+    tl.store(probs_row_ptr + ids, probs, mask=ids < VOCAB_SIZE)
 
 
 def normalized_probs(distributions: RowDistributions) -> Tensor:
     """Write out the probabilities: float32 [R, vocab], 0 for cut tokens, NaN in rows that cannot be sampled from."""
-    num_rows, vocab_size = distributions.logits.shape
-    probs = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=distributions.logits.device)
-    grid = (num_rows, distributions.chunk_masses.shape[1])
-    _probs_kernel[grid](probs, *distributions.kernel_arguments, **distributions.sizes, num_warps=8)
+    probs = torch.empty(distributions.logits.shape, dtype=torch.float32, device=distributions.logits.device)
+    _launch_probs(distributions, probs, None)
     return probs
+
+
+def write_probs(distributions: RowDistributions, addresses: Tensor) -> None:
+    """Write each row of `normalized_probs` where its address says: int64 [R], 0 = nowhere.
+
+    By its address, a CUDA graph finds memory that is allocated after it was captured.
+    """
+    _launch_probs(distributions, None, addresses)
+
+
+def row_bytes(vocab_size: int) -> int:
+    """Return the bytes of a row of probabilities."""
+    return torch.float32.itemsize * vocab_size
+
+
+def _launch_probs(distributions: RowDistributions, probs: Tensor | None, addresses: Tensor | None) -> None:
+    grid = distributions.chunk_masses.shape
+    _probs_kernel[grid](probs, addresses, *distributions.kernel_arguments, **distributions.sizes, num_warps=8)

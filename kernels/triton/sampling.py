@@ -12,7 +12,7 @@ from titan.core.arrays import Ints
 from titan.core.random import Purpose
 from titan.core.sampling_rows import SamplingRows
 from titan.kernels.torch.sampling import TorchSampling
-from titan.kernels.triton.row_distribution import RowDistributions, normalized_probs, row_distributions
+from titan.kernels.triton.row_distribution import RowDistributions, normalized_probs, row_bytes, row_distributions, write_probs
 from titan.kernels.triton.sample_rows import sample_rows
 from titan.kernels.triton.top_tokens import row_argmax, top_candidates
 
@@ -37,12 +37,17 @@ class TritonSampling(TorchSampling):
             return
         random = rows.options["seed"].view(np.int64), rows.options["position"]
         distributions, [seeds, positions] = self.distributions(logits, rows, *random)
-        probs.index_copy_(0, places, normalized_probs(distributions))
+        write_probs(distributions, places * row_bytes(probs.shape[1]) + probs.data_ptr())
         children[places, 0] = sample_rows(distributions, seeds, positions, Purpose.DRAFT)
 
     def distributions(self, logits: Tensor, rows: SamplingRows, *others: NDArray[Any]) -> tuple[RowDistributions, list[Tensor]]:
         """Return the distributions of `probs` before they are written out, and other arrays that take part in the one upload."""
-        possible_top_k = np.minimum(rows.options["top_k"], logits.shape[1]).astype(np.int32)
-        of_rows = [possible_top_k, *(rows.options[name] for name in ("temperature", "top_p", "min_p"))]
-        top_k, temperature, top_p, min_p, *rest = self._upload([*of_rows, *others])
-        return row_distributions(logits, top_k=top_k, temperature=temperature, top_p=top_p, min_p=min_p), rest
+        options = distribution_options(rows, logits.shape[1])
+        uploaded = self._upload([*options.values(), *others])
+        return row_distributions(logits, **dict(zip(options, uploaded, strict=False))), uploaded[len(options) :]
+
+
+def distribution_options(rows: SamplingRows, vocab_size: int) -> dict[str, NDArray[Any]]:
+    """Return the options of rows as `row_distributions` takes them, by name."""
+    options = {name: rows.options[name] for name in ("temperature", "top_p", "min_p")}
+    return options | {"top_k": np.minimum(rows.options["top_k"], vocab_size).astype(np.int32)}

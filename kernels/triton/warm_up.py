@@ -56,6 +56,7 @@ def choose_idle_children(backend: Backend, logits: Tensor) -> Tensor:
     """Find the most likely tokens of logits that say nothing, [any, vocab]; sample one, and return its distribution: [1, vocab]."""
     backend.sampling.argmax(logits)
     rows = SamplingRows.of([(SamplingParams(temperature=1.0, top_k=1), 0, 0)])
+    backend.sampling.probs(logits[:1], rows)  # which several children of a node are sampled from
     [place], probs = backend.upload([np.zeros(1, np.int64)]), torch.empty(1, logits.shape[1], device=backend.device)
     token_ids = torch.zeros(1, 1, dtype=torch.int64, device=backend.device)
     backend.sampling.sample_children(logits[:1], rows, np.ones(1, np.int64), place, probs, token_ids)

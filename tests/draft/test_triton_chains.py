@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from back_ends import make_back_end
 from interpreted import triton_backend
 from proposals import assert_same_trees, filled
-from stepping import greedy, make_engine, run_all
+from stepping import make_engine, run_all
 from twins import GrowthTwins
 from zoo import Zoo, random_prompts
 
@@ -32,6 +32,16 @@ def chains(*num_nodes: int) -> list[GrowthSpec]:
 def beams(*depths: int, num_children: int = 3, heat: float = 0.0) -> list[GrowthSpec]:
     """Of width one, all of other temperatures, with places for all nodes of the chain or one more."""
     return [BeamSpec(depth + i % 2, depth, 1, num_children, 0.3 + 0.4 * i + heat) for i, depth in enumerate(depths)]
+
+
+def sampled(*num_nodes: int) -> list[GrowthSpec]:
+    """Chains with and without each cut; as rows come and go, the same row has other options."""
+    params = [
+        SamplingParams(temperature=0.6 + 0.3 * i, top_k=9 * (i % 2), top_p=1 - 0.2 * (i > 1), min_p=0.05 * (i > 2))
+        for i in range(len(num_nodes))
+    ]
+    pairs = zip(chains(*num_nodes), params[:: 1 - 2 * (len(params) % 2)], strict=True)
+    return [replace(spec, params=each, seed=2**64 - 1 - 5 * i) for i, (spec, each) in enumerate(pairs)]
 
 
 def feeds_at(twins: GrowthTwins, roots: Sequence[int], specs: Sequence[GrowthSpec | None]) -> list[Feed]:
@@ -80,9 +90,52 @@ def test_chains_are_those_that_pytorch_grows(
     assert twins.counts == PassCounts(num_replayed=2 * per_round - 4, num_eager=4)
 
 
-def test_a_chain_of_any_length_is_a_few_replays_of_what_was_recorded_before(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("draft", "vocab_size", "max_depths", "kind"),
+    [("other", 90, 2, "sampled"), ("narrow_window~", 150, 8, "mixed")],
+)
+def test_sampled_chains_are_those_that_pytorch_grows(
+    zoo: Zoo, draft: str, vocab_size: int, max_depths: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With their q, of as many tokens as the target has; beside greedy chains, in rows that had other options before."""
+    monkeypatch.setattr(draft_chain, "MAX_DEPTHS", max_depths)
+    twins = GrowthTwins(zoo.path(draft), vocab_size, make_back_end("triton"))
+
+    def grow(roots: Sequence[int], *num_nodes: int, others: Sequence[Feed] = ()) -> None:
+        pairs = enumerate(zip(sampled(*num_nodes), chains(*num_nodes), strict=True))
+        specs = [pair[kind == "mixed" and i % 3 == 1] for i, pair in pairs]
+        feeds = [*feeds_at(twins, roots, specs), *others]
+        trees, expected = twins.grow(feeds), twins.expected(feeds)
+        assert_same_trees(twins.backend, trees, expected, range(7), 1e-4)
+        assert trees.is_chain.tolist() == (expected.counts > 0).tolist() and trees.is_sampled.any()
+        assert trees.draft_probs is not None and trees.draft_probs.shape == expected.draft_probs.shape
+        twins.assert_same_kv()
+
+    for _ in range(2):
+        grow((13, 15, 16, 31, 40), 6, 3, 1, 6, 2)
+        grow((14, 30, 90), 1, 4, 5, others=[twins.chunk()])
+        grow((29,), 1)
+    per_round = sum(1 + depths for depths in (5, 4, 0))
+    assert twins.counts == PassCounts(num_replayed=2 * per_round - 3, num_eager=3)
+
+
+def test_a_sampled_chain_ends_where_nothing_can_be_sampled(zoo: Zoo) -> None:
+    """As the draft's numbers are no longer finite behind some tokens."""
+    twins = GrowthTwins(zoo.path("other"), 131, make_back_end("triton"))
+    for runner in (twins.plain, twins.runner):
+        runner.model.embedding[50:] = torch.inf
+    feeds = feeds_at(twins, (20, 40, 45, 60), [*sampled(6, 6, 6), *chains(6)])
+    trees, expected = twins.grow(feeds), twins.expected(feeds)
+    assert_same_trees(twins.backend, trees, expected, range(7), 1e-4)
+    assert 0 < (twins.backend.download(trees.nodes)[0] < 0).sum() < 18
+
+
+@pytest.mark.parametrize("make", [chains, sampled])
+def test_a_chain_of_any_length_is_a_few_replays_of_what_was_recorded_before(
+    make: Callable[..., list[GrowthSpec]], zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
     twins, depths, run = GrowthTwins(zoo.path("eight"), 8, make_back_end("triton")), list[int](), Replays.run
-    recorded = {each.args[0] for each in twins.runner._chains.warm_up(chains(6), 8)}
+    recorded = {each.args[0] for each in twins.runner._chains.warm_up(make(6), 8)}
 
     def noted(self: Replays, key: Any, *args: Any) -> Any:
         if isinstance(key, draft_chain.ChainSize):
@@ -93,7 +146,7 @@ def test_a_chain_of_any_length_is_a_few_replays_of_what_was_recorded_before(zoo:
     monkeypatch.setattr(Replays, "run", noted)
     for num_nodes, expected in {6: [5], 5: [4], 4: [2, 1], 3: [2], 2: [1], 1: []}.items():
         depths.clear()
-        twins.grow(feeds_at(twins, (20, 31), chains(num_nodes, 1)))
+        twins.grow(feeds_at(twins, (20, 31), make(num_nodes, 1)))
         assert depths == expected
 
 
@@ -110,7 +163,8 @@ OTHERS = {
     "no siblings": [*beams(2, num_children=1), *beams(3)],
     "priced": [*beams(4), BeamSpec(4, 4, 1, 3, 1.0, Worth(1.0, 0.8, 0.05, 0.01, 0.3))],
     "star": [*chains(3), filled(np.array([-1, -1], np.int32))],
-    "sampled": [*chains(3), replace(filled(chain_parents(3)), params=SamplingParams())],
+    "sampled": [*beams(3), *sampled(3)],
+    "sampled siblings": [*sampled(3), replace(filled(np.array([-1, 0, -1], np.int32)), params=SamplingParams())],
 }
 
 
@@ -138,10 +192,14 @@ def test_chains_grow_without_graphs_where_memory_is_too_short(zoo: Zoo) -> None:
     for _ in range(2):
         assert_grown(twins, feeds_at(twins, (20, 31), chains(6, 3)))
         assert_grown(twins, feeds_at(twins, (20, 31), beams(6, 3)))
-    assert twins.counts == PassCounts(num_eager=24)
+        feeds = feeds_at(twins, (20, 31), sampled(6, 3))
+        assert_same_trees(twins.backend, twins.grow(feeds), twins.expected(feeds), range(7), 1e-4)
+    assert twins.counts == PassCounts(num_eager=36)
 
 
-def test_an_engine_grows_its_chains_in_graphs(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_an_engine_grows_its_chains_in_graphs(temperature: float, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampled ones, too: from the same random numbers, all back ends emit the same tokens."""
     num_calls = 0
 
     def counted(*args: Any) -> Any:
@@ -152,8 +210,13 @@ def test_an_engine_grows_its_chains_in_graphs(zoo: Zoo, monkeypatch: pytest.Monk
     grow = DraftChains.grow
     monkeypatch.setattr(DraftChains, "grow", counted)
     prompts = random_prompts(3, max_len=20)
-    options: dict[str, Any] = {"max_batch_size": 4, "num_kv_blocks": 40, "max_draft_tokens": 5}
-    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), backend=make_back_end("triton"), **options)
-    outputs = run_all(engine, prompts, [greedy(8 - i, ignore_eos=True) for i in range(3)])
-    assert outputs == [zoo.greedy("llama", prompt, 8 - i, ignore_eos=True) for i, prompt in enumerate(prompts)]
-    assert num_calls > 2 and sum(engine.counters.accepted_per_depth) > 2
+    options: dict[str, Any] = {"max_batch_size": 4, "num_kv_blocks": 40, "max_draft_tokens": 5, "draft_sampling": "sampled"}
+    params = [SamplingParams(temperature=temperature, max_tokens=8 - i, ignore_eos=True, seed=i) for i in range(3)]
+    engines = [
+        make_engine(zoo.path("llama"), zoo.path("llama~"), backend=make_back_end(each), **options) for each in ("triton", "torch")
+    ]
+    outputs, expected = (run_all(engine, prompts, params) for engine in engines)
+    assert outputs == expected
+    if not temperature:
+        assert outputs == [zoo.greedy("llama", prompt, 8 - i, ignore_eos=True) for i, prompt in enumerate(prompts)]
+    assert num_calls > 2 and sum(engines[0].counters.accepted_per_depth) > 2

@@ -24,13 +24,13 @@ import torch
 from titan.core.random import Purpose
 from titan.core.trees import allocate_nodes
 from titan.kernels.interfaces import Candidates, TokenPlaces
-from titan.kernels.triton.draft_chain import DraftChains
+from titan.kernels.triton.draft_chain import Choice, DraftChains
 from titan.kernels.triton.gate import gelu_mul, silu_mul
 from titan.kernels.triton.kv_writes import write_kv
 from titan.kernels.triton.norm import rms_norm
 from titan.kernels.triton.pass_inputs import BlockTables
 from titan.kernels.triton.rope_kv import rope_and_write_kv
-from titan.kernels.triton.row_distribution import normalized_probs, row_distributions
+from titan.kernels.triton.row_distribution import normalized_probs, row_distributions, write_probs
 from titan.kernels.triton.sample_rows import sample_rows
 from titan.kernels.triton.short_weights import NUM_PROGRAMS, TILINGS, packed_size, short_linear
 from titan.kernels.triton.top_tokens import row_argmax, top_candidates
@@ -78,6 +78,7 @@ for num_rows, max_nodes in ((8, 6), (7, 1), (6, 16)):  # which differ from step 
         logits, draft_probs = torch.zeros(num_rows, vocab_size, dtype=dtype), torch.zeros(3, vocab_size)
         distributions = row_distributions(logits, temperature=floats, top_k=ints, top_p=floats, min_p=floats)
         normalized_probs(distributions)
+        write_probs(distributions, longs)
         row_argmax(logits)
         top_candidates(logits, 4, floats)
         sample_rows(distributions, longs, longs)
@@ -93,8 +94,8 @@ backend, kv = SimpleNamespace(device=start_loc.device), SimpleNamespace(block_si
 for num_blocks in (64, 513):
     tables = BlockTables(1024, num_blocks, backend.device)
     chains = DraftChains(backend, None, kv, [1, 2, 15, 1024], 7, tables, None)
-    for num_requests in (1, 2, 15, 1024):
-        chains._lay_out_depth(num_requests)
+    for num_requests, is_sampled, num_tokens in product((1, 2, 15, 1024), (False, True), (1001, 128256)):
+        chains._lay_out_depth(num_requests, Choice(1, is_sampled, num_tokens))
 """
 
 KERNELS = {
@@ -106,14 +107,14 @@ KERNELS = {
     "_walk_kernel": (1, 40),
     "_sum_up_chunks_kernel": (2, 64),
     "_cut_rows_kernel": (2, 128),
-    "_probs_kernel": (2, 64),
+    "_probs_kernel": (4, 64),
     "_chunk_tops_kernel": (4, 96),
     "_row_tops_kernel": (4, 96),
     "_sample_kernel": (2, 128),
     "_first_residuals_kernel": (2, 64),
     "_reject_kernel": (2, 128),
     "_select_kernel": (2, 128),
-    "_lay_out_depth_kernel": (2, 64),
+    "_lay_out_depth_kernel": (4, 96),
 }
 """How often each is built, and the most registers it may use: the compiler of Triton 3.6 takes up to 40 % more than that of 3.7."""
 ATTENTION_KERNELS = {"_attention_kernel", "_plan_kernel", "_nearest_ancestors_kernel", "_merge_kernel"}
