@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from titan.kernels.interfaces import Backend
 from titan.models.config import DecoderConfig
 from titan.models.decoder import Decoder
-from titan.models.heap import give_back
 from titan.models.rope import Rope, head_places
 from titan.models.token_order import TokenOrder
 from titan.models.weight_files import WEIGHT_DTYPES, StoredTensor, check_dtypes, misfits, refuse_misfits
@@ -25,6 +24,9 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 CHUNK_BYTES = 8 * 2**20
 """Approximate size of the pieces in which weights are copied, so that few pages of a file are mapped at a time."""
+
+MAX_SHARED_NUMBERS = 2**24
+"""Size of the largest weight whose place in memory is shared while it is packed; the allocator gives larger ones back at once."""
 
 
 def read_decoder(
@@ -169,15 +171,22 @@ def _load_weights(
     for key, destination in destinations.items():
         parts.setdefault((destination.owner, destination.parameter), []).append(key)
     packs = pack and (model.ops.packs or weight_bits is not None)
+    packed = {part for part in parts if packs and model.is_packable(part[1])}
+    # Plain weights that are to be packed share one buffer: freed one by one, they would leave holes in the heap that the
+    # packed ones do not fit into, which adds up to a third of the model. Large ones leave none.
+    sizes = [owner.get_parameter(parameter).numel() for owner, parameter in packed]
+    size = max((size for size in sizes if size <= MAX_SHARED_NUMBERS), default=0)
+    buffer = torch.empty(size, dtype=model.dtype, device=model.device)
     for (owner, parameter), keys in parts.items():
-        value = torch.empty_like(owner.get_parameter(parameter), device=model.device)
+        shape = (empty := owner.get_parameter(parameter)).shape
+        is_packed = (owner, parameter) in packed
+        is_shared = is_packed and shape.numel() <= MAX_SHARED_NUMBERS
+        value = buffer[: shape.numel()].view(shape) if is_shared else torch.empty_like(empty, device=model.device)
         for key in keys:
             places = token_places if parameter in ("embedding", "lm_head") else destinations[key].places
             _copy_tensor(value, destinations[key], tensors[key], None if places is None else places.to(model.device))
-        if packs and model.is_packable(parameter):
-            value = model.ops.pack(value, weight_bits)
-            give_back()
-        setattr(owner, parameter, nn.Parameter(value, requires_grad=False))
+        setattr(owner, parameter, nn.Parameter(model.ops.pack(value, weight_bits) if is_packed else value, requires_grad=False))
+        del value
 
 
 def _are_equal(a: StoredTensor, b: StoredTensor, dtype: torch.dtype) -> bool:

@@ -14,9 +14,9 @@ from torch import nn
 
 from titan.core.kv_tensor import KVTensor
 from titan.kernels.interfaces import LayerOps
-from titan.models.heap import give_back
 from titan.models.hf.experts import pack_experts
 from titan.models.hf.fused_attention import PROJECTIONS, fuse_attention
+from titan.models.hf.heap import give_back
 from titan.models.hf.modules import (
     PackedLinear,
     apply_linear,
