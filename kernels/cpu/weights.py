@@ -16,8 +16,6 @@ outputs and inputs, tiles of the matrix units. The rare weights of codes stand b
 from __future__ import annotations
 
 import ctypes
-import mmap
-import sys
 from collections.abc import Iterator
 
 import torch
@@ -55,21 +53,23 @@ FORMATS = {torch.uint32: 0, torch.uint16: 1, torch.int32: 2, torch.uint8: 3, tor
 NUMBERS = {torch.uint32: torch.float32, torch.uint16: torch.float16, torch.int32: torch.bfloat16}
 """What packed weights hold."""
 
-HUGE_PAGE_BYTES = 2**21
-MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25  # of <linux/mman.h>; the latter since Linux 6.1
-
 
 def pack_weight(weight: Tensor, kernels: CompiledKernels) -> Tensor:
     """Pack a weight [out_features, in_features] of float32 or bfloat16; return one that is packed as it is."""
     if is_packed(weight):
         return weight
+    with kernels.packing:
+        return _pack(weight, kernels)
+
+
+def _pack(weight: Tensor, kernels: CompiledKernels) -> Tensor:
     kind = next(kind for kind in (torch.int32, torch.uint16, torch.uint32) if _is_held(weight, NUMBERS[kind]))
     if kind == torch.int32 and kernels.has_codes and weight.numel() and (coded := _make_codes(weight, kernels)) is not None:
         return coded
     (num_outputs, num_inputs), step = weight.shape, PAIR_INPUTS if kind == torch.int32 else BLOCK
     depth = _round_up(num_inputs, step) // 2 if kind == torch.int32 else num_inputs
-    packed = torch.empty(_round_up(num_outputs, step), depth, dtype=kind)
-    use_huge_pages(packed.data_ptr(), packed.nbytes)
+    num_rows = _round_up(num_outputs, step)
+    packed = kernels.weight_memory.take(num_rows * depth * kind.itemsize).view(kind).view(num_rows, depth)
     word = torch.int16 if kind == torch.uint16 else torch.int32  # PyTorch copies few things of unsigned ones
     with using_threads(kernels.num_threads):
         for first, rows in _pieces(weight, NUMBERS[kind], len(packed), depth * kind.itemsize // NUMBERS[kind].itemsize):
@@ -98,13 +98,14 @@ def _make_codes(weight: Tensor, kernels: CompiledKernels) -> Tensor | None:
     dtype = torch.uint8 if any((each.view(torch.int16) & 15).any() for each in pieces) else torch.int8
     num_blocks, most_rare, num_rare = num_rows // BLOCK, int(MAX_RARE * weight.numel()), torch.zeros(1, dtype=torch.int64)
     num_bytes = num_blocks * (HEADER_BYTES + BLOCK * depth * CODE_BITS[dtype] // 8)
-    coded = torch.empty(num_bytes + most_rare * RARE_BYTES, dtype=dtype)
-    use_huge_pages(coded.data_ptr(), num_bytes)
+    taken = kernels.weight_memory.take(num_bytes + most_rare * RARE_BYTES)
     make = kernels.function(f"make_codes_{CODE_BITS[dtype]}", None, POINTER, *[INT] * 3, POINTER, INT, INT, POINTER)
     for first, rows in _pieces(weight, torch.bfloat16, num_rows, depth):
-        place = first // BLOCK, coded.data_ptr(), num_blocks
+        place = first // BLOCK, taken.data_ptr(), num_blocks
         make(rows.data_ptr(), len(rows), depth, *place, most_rare, num_rare.data_ptr())
-    return coded[:num_bytes].view(num_rows, -1)[: len(weight)] if int(num_rare) <= most_rare else None
+    has_room = int(num_rare) <= most_rare
+    coded = kernels.weight_memory.cut(taken, num_bytes + int(num_rare) * RARE_BYTES if has_room else 0).view(dtype)
+    return coded[:num_bytes].view(num_rows, -1)[: len(weight)] if has_room else None
 
 
 def _pieces(weight: Tensor, dtype: torch.dtype, num_rows: int, num_inputs: int) -> Iterator[tuple[int, Tensor]]:
@@ -137,20 +138,3 @@ def _round_up(size: int, step: int) -> int:
 def _is_held(weight: Tensor, dtype: torch.dtype) -> bool:
     """Whether a dtype holds all numbers of a weight exactly."""
     return weight.dtype == dtype or all(torch.equal(rows.to(dtype).to(weight.dtype), rows) for rows in weight.split(CHUNK_ROWS))
-
-
-def use_huge_pages(address: int, num_bytes: int) -> None:
-    """Move memory to huge pages, as far as Linux has them; without them reads take longer, but nothing else changes.
-
-    Args:
-        address: of memory that is in use.
-        num_bytes: size of that memory.
-    """
-    if not sys.platform.startswith("linux") or num_bytes < HUGE_PAGE_BYTES:
-        return
-    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-    length = (address + num_bytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    if madvise(start, length, MADV_HUGEPAGE) == 0:
-        madvise(start, length, MADV_COLLAPSE)

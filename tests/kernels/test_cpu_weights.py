@@ -65,9 +65,14 @@ def with_rare_numbers(num_outputs: int, num_inputs: int, count: int) -> Tensor:
     return bits.to(torch.uint16).view(torch.bfloat16).view(num_outputs, num_inputs)
 
 
+def stored(packed: Tensor) -> Tensor:
+    """Return the bytes of a packed weight, with whatever lies behind it."""
+    return torch.empty(0, dtype=torch.uint8).set_(packed.untyped_storage())[packed.storage_offset() * packed.itemsize :]  # type: ignore[call-overload]
+
+
 def decoded(coded: Tensor, num_inputs: int) -> Tensor:
     """Return what a weight in codes holds, padding included, by the words of ``codes.h``."""
-    storage = np.asarray(torch.empty(0, dtype=torch.uint8).set_(coded.untyped_storage()))  # type: ignore[call-overload]
+    storage = np.asarray(stored(coded))
     num_parts = 3 if coded.dtype == torch.uint8 else 2
     num_blocks, depth = -(-len(coded) // 16), -(-num_inputs // 32) * 32
     of_header = [("palette", "u1", 16), ("rare_offset", "<i8"), ("num_rare", "<i8"), ("padding", "V32")]
@@ -113,9 +118,8 @@ def test_every_number_is_where_the_layout_says(kernels: CompiledKernels, model: 
         assert torch.equal(padded[: size[0], : size[1]].to(weight.dtype), weight)
         assert not padded[size[0] :].any() and not padded[:, size[1] :].any()
         return
-    flat = torch.empty(0, dtype=held).set_(packed.untyped_storage()).tolist()  # type: ignore[call-overload]
-    depth = -(-size[1] // 32) * 32 if has_pairs else size[1]
-    assert len(flat) == depth * -(-size[0] // (32 if has_pairs else 16)) * (32 if has_pairs else 16)
+    depth, num_rows = (-(-size[1] // 32) * 32, -(-size[0] // 32) * 32) if has_pairs else (size[1], -(-size[0] // 16) * 16)
+    flat = stored(packed)[: num_rows * depth * held.itemsize].view(held).tolist()
     for output in (0, 1, 15, 16, 31, 32, 1024, size[0] - 1):
         for i in (0, 1, 2, 31, 32, size[1] - 2, size[1] - 1):
             if output < size[0] and 0 <= i < size[1]:
