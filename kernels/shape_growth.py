@@ -6,6 +6,7 @@ Legend: n requests of a growth, V vocabulary of the trees, I inner nodes of all 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from titan.core.arrays import Ints
-from titan.core.growth import Feed, ShapeSpec
+from titan.core.growth import Feed, ShapePlan, ShapeSpec
 from titan.core.sampling_rows import SamplingRows
 from titan.kernels.interfaces import Backend, Candidates
 
@@ -79,39 +80,14 @@ class ShapeGrowth:
         self._backend.sampling.sample_children(logits, rows, level.num_children, level.places, self._probs, self._children)
 
     def candidates(self) -> Candidates:
-        """Return all nodes as candidates; nodes that were left without a token, and their descendants, have score -inf."""
-        num_nodes = max(len(plan.parents) for plan in self._plans)
-        shape = len(self._plans), num_nodes
-        sources = np.zeros(shape, np.int64)
-        parent_slots = np.full(shape, -1)
-        slots = np.full(shape, -1)
-        bits = np.full(shape, -1)  # past the end of a shape: ancestors that are never there
-        probs_rows = np.zeros((len(self._plans), 1 + num_nodes), np.int64)
+        """Return all nodes as candidates; see `shape_candidates`."""
+        found = shape_candidates(self._rows, self._plans, self._children, self._backend)
+        if self._probs is None:
+            return found
+        probs_rows = np.zeros((len(self._plans), 1 + found.token_ids.shape[1]), np.int64)
         for i, (plan, start) in enumerate(zip(self._plans, self._starts, strict=False)):
-            nodes = slice(len(plan.parents))
-            sources[i, nodes] = (start + plan.node_parents) * self._max_children + plan.shape.child_ranks
-            parent_slots[i, nodes] = plan.parents
-            slots[i, nodes] = plan.slots
-            bits[i, nodes] = plan.shape.ancestor_bits
             probs_rows[i, : 1 + len(plan.parents)] = start + plan.shape.inner_rows
-        index, parents, fed, ancestors, powers = self._backend.upload(
-            [sources, parent_slots, slots, bits, np.int64(1) << np.arange(num_nodes)]
-        )
-        token_ids = self._children.view(-1).index_select(0, index.view(-1)).view(shape)
-        there = ((token_ids >= 0) * powers).sum(1, keepdim=True)
-        scores = torch.where((ancestors & ~there) == 0, 0.0, float("-inf"))
-        return Candidates(
-            rows=self._rows,
-            num_nodes=np.array([len(plan.parents) for plan in self._plans]),
-            is_chain=np.array([plan.shape.is_chain for plan in self._plans]),
-            has_scores=False,
-            token_ids=token_ids,
-            scores=scores,
-            parent_slots=parents,
-            slots=fed,
-            probs=self._probs,
-            probs_rows=None if self._probs is None else probs_rows,
-        )
+        return replace(found, probs=self._probs, probs_rows=probs_rows)
 
     def _make_levels(self) -> list[ShapeLevel]:
         owners = np.repeat(np.arange(len(self._plans)), [plan.inner.shape[1] for plan in self._plans])
@@ -126,3 +102,41 @@ class ShapeGrowth:
             ShapeLevel(next(columns), next(columns), next(columns), owners=owners[level], num_children=num_children[level])
             for level in of_levels
         ]
+
+
+def shape_candidates(rows: Ints, plans: Sequence[ShapePlan], children: Tensor, backend: Backend) -> Candidates:
+    """Return all nodes of shapes as candidates; those that were left without a token, and their descendants, have score -inf.
+
+    Args:
+        rows: [n], of the plan.
+        plans: of n shapes.
+        children: int64 [I, any], the children of each inner node, shape by shape; -1 where there is none.
+        backend: the one that they are on.
+    """
+    starts = accumulate((plan.inner.shape[1] for plan in plans), initial=0)  # index of each shape's first inner node
+    num_nodes = np.array([len(plan.parents) for plan in plans])
+    shape = len(plans), int(num_nodes.max())
+    sources = np.zeros(shape, np.int64)
+    parent_slots = np.full(shape, -1)
+    slots = np.full(shape, -1)
+    bits = np.full(shape, -1)  # past the end of a shape: ancestors that are never there
+    for i, (plan, start) in enumerate(zip(plans, starts, strict=False)):
+        nodes = slice(len(plan.parents))
+        sources[i, nodes] = (start + plan.node_parents) * children.shape[1] + plan.shape.child_ranks
+        parent_slots[i, nodes] = plan.parents
+        slots[i, nodes] = plan.slots
+        bits[i, nodes] = plan.shape.ancestor_bits
+    powers = np.int64(1) << np.arange(shape[1])
+    index, parents, fed, ancestors, powers_of_nodes = backend.upload([sources, parent_slots, slots, bits, powers])
+    token_ids = children.view(-1).index_select(0, index.view(-1)).view(shape)
+    there = ((token_ids >= 0) * powers_of_nodes).sum(1, keepdim=True)
+    return Candidates(
+        rows=rows,
+        num_nodes=num_nodes,
+        is_chain=np.array([plan.shape.is_chain for plan in plans]),
+        has_scores=False,
+        token_ids=token_ids,
+        scores=torch.where((ancestors & ~there) == 0, 0.0, float("-inf")),
+        parent_slots=parents,
+        slots=fed,
+    )

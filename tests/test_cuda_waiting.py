@@ -229,9 +229,9 @@ UNDRAFTED: dict[str, Any] = {"repetition_penalty": 1.1, "use_speculative": False
         ("dynamic", "greedy", 0.8, {}, 20),
         ([-1, -1, 0, 0, 1, 2], "greedy", 0.0, {}, 14),
         ([-1, -1, 0, 0, 1, 2], "sampled", 0.8, {}, 26),
-        ("chain", "auto", 0.8, {}, 30),
-        ("auto", "sampled", 0.8, {"repetition_penalty": 1.1}, 34),
-        ("auto", "sampled", 0.8, UNDRAFTED, 31),
+        ("chain", "auto", 0.8, {}, 13),
+        ("auto", "sampled", 0.8, {"repetition_penalty": 1.1}, 16),
+        ("auto", "sampled", 0.8, UNDRAFTED, 14),
         ("chain", "greedy", 0.0, LOOKING_BACK | UNDRAFTED, 12),
         ("dynamic", "greedy", 0.8, LOOKING_BACK, 21),
     ],
@@ -318,6 +318,7 @@ SERVED: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"draft_tree": "dynamic", "max_batch_size": 1}),
     ("llama", {"draft_tree": "chain", "draft_sampling": "sampled"}),
     ("llama", {"draft_tree": "chain", "draft_sampling": "sampled", "max_draft_tokens": 1, "draft_vocab_size": VOCAB_SIZE - 5}),
+    ("llama", {"draft_tree": "auto", "draft_sampling": "sampled", "max_draft_tokens": 8}),  # with siblings along chains
 ]
 
 

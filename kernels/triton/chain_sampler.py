@@ -1,15 +1,21 @@
-"""Sampling of the next token of each chain within CUDA graphs: options, and where q goes, lie at fixed addresses."""
+"""Sampling of the next token of each chain within CUDA graphs: options, and where q goes, lie at fixed addresses.
+
+Siblings of these tokens are sampled from q after the last graph.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from titan.core.arrays import Ints
-from titan.core.random import Purpose
+from titan.core.random import Purpose, philox_uniform
 from titan.core.sampling_rows import SamplingRows
 from titan.kernels.interfaces import Backend
+from titan.kernels.torch.sampling import draw_siblings
+from titan.kernels.triton.chain_trees import Chains, probs_rows
 from titan.kernels.triton.row_distribution import row_bytes, row_distributions, write_probs
 from titan.kernels.triton.sample_rows import sample_rows
 from titan.kernels.triton.sampling import distribution_options
@@ -51,3 +57,36 @@ class ChainSampler:
         distributions = row_distributions(logits, **{name: values[:n] for name, values in self._options.items()})
         write_probs(distributions, self.addresses[:n])
         return sample_rows(distributions, self._seeds[:n], positions, Purpose.DRAFT)
+
+    def with_siblings(self, chains: Chains, drafted: Tensor, probs: Tensor) -> Tensor:
+        """Sample the siblings that plans ask for: int64 [I, k], the children of I roots and nodes that were fed, tree by tree.
+
+        They are -1 where there is none.
+
+        Args:
+            chains: of a step; they have plans.
+            drafted: int64 [2, D, n, 1], first children, and the bits of their scores.
+            probs: the q that these were sampled from, whose rows are those of `probs_rows`.
+        """
+        assert chains.sampling is not None
+        _, depths, *_, num_children = np.concatenate([plan.inner for plan in chains.plans], 1)
+        owners = np.repeat(np.arange(len(chains.plans)), 1 + chains.num_fed)
+        parents = np.flatnonzero(num_children > 1)
+        chosen, depths_of_parents = owners[parents], depths[parents]
+        options = chains.sampling.options[chosen]
+        keys = options["seed"][:, None], (options["position"] + depths_of_parents)[:, None]
+        firsts, may_end, places, rows, uniform, counts = self._backend.upload(
+            [
+                depths * len(chains.plans) + owners,
+                chains.is_sampled[owners],  # greedy chains go on with token 0
+                parents,
+                probs_rows(chains)[chosen, depths_of_parents],
+                philox_uniform(*keys, Purpose.DRAFT, sibling=np.arange(1, num_children.max())),
+                num_children[parents] - 1,
+            ]
+        )
+        token_ids, bits = drafted.view(2, -1).index_select(1, firsts)
+        children = pad(token_ids.masked_fill((bits != 0) & may_end, -1)[:, None], (0, uniform.shape[1]), value=-1)
+        rest = probs.index_select(0, rows).scatter_(1, token_ids.index_select(0, places)[:, None], 0.0)
+        children[places, 1:] = draw_siblings(rest, uniform, counts)
+        return children

@@ -2,7 +2,8 @@
 
 A greedy chain is its most likely tokens, a sampled one what was sampled. A beam of width one feeds the most likely tokens, too, and
 considers their siblings, with scores. In a step with such beams, greedy chains are the first of the siblings found; in one with
-sampled chains, they are sampled at temperature 0. Beams and sampled chains are not mixed.
+sampled chains, they are sampled at temperature 0. Siblings along a sampled chain are sampled once it is complete: they are leaves,
+and no pass depends on them. Beams and sampled chains are not mixed.
 
 Legend: n chains; k children of each node that is fed; D depths of the deepest tree; N nodes of all trees.
 """
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from titan.core.arrays import Flags, Ints
 from titan.core.batch import prefix_sums
-from titan.core.growth import BeamSpec, Feed, GrowthSpec, ShapeSpec
+from titan.core.growth import BeamSpec, Feed, GrowthSpec, ShapePlan, ShapeSpec
 from titan.core.sampling_params import SamplingParams
 from titan.core.sampling_rows import SamplingRows
 from titan.core.trees import DraftTrees, NodeColumns
@@ -40,19 +41,23 @@ class Chains(NamedTuple):
     is_sampled: Flags  # else, unless it is greedy, a beam
     temperatures: NDArray[np.float32]  # of beams; 1 for a chain
     num_children: int  # k
-    sampling: SamplingRows | None  # how the tokens of chains are sampled; None: no chain is
+    # how the tokens of chains are sampled, those that follow the roots first; None: no chain is
+    sampling: SamplingRows | None
+    plans: Sequence[ShapePlan]  # of all trees if any sampled one has siblings, else none
 
     @property
     def num_probs(self) -> int:
         """Number of q that tokens are sampled from: of each sampled chain's root and of the nodes that are fed."""
-        return int((self.num_nodes * self.is_sampled).sum())
+        return int(((1 + self.num_fed) * self.is_sampled).sum())
 
     @classmethod
     def of(cls, feeds: Sequence[Feed], roots: Ints) -> Chains:
         """Collect the chains of feeds with a spec, whose roots have these positions; beams have equal numbers of children."""
         specs = [feed.spec for feed in feeds if feed.spec is not None]
         is_sampled = np.array([*map(is_sampled_chain, specs)])
-        sampled = [(spec.params or GREEDY, spec.seed, 0) for spec in specs if isinstance(spec, ShapeSpec)]
+        firsts = zip(specs, (roots + 1).tolist(), strict=True)
+        sampled = [(spec.params or GREEDY, spec.seed, first) for spec, first in firsts if isinstance(spec, ShapeSpec)]
+        plans = [spec.plan for spec in specs if isinstance(spec, ShapeSpec)]
         return cls(
             rows=np.array([feed.row for feed in feeds]),
             roots=roots,
@@ -63,21 +68,24 @@ class Chains(NamedTuple):
             temperatures=np.array([spec.temperature if isinstance(spec, BeamSpec) else 1 for spec in specs], np.float32),
             num_children=next((spec.num_children for spec in specs if isinstance(spec, BeamSpec)), 1),
             sampling=SamplingRows.of(sampled) if is_sampled.any() else None,
+            plans=[] if all(plan.shape.is_chain for plan in plans) else plans,
         )
 
 
 def children_per_node(spec: GrowthSpec) -> int:
-    """Return the number of children considered after each node along a chain: 1 if no others are; 0 for any other tree.
+    """Return the number of children found after each node while a chain grows: 1 if no others are; 0 for any other tree.
 
     A beam whose growth may end before its depth counts as another tree.
     """
     if isinstance(spec, BeamSpec):
         return spec.num_children if spec.width == 1 and spec.worth is None else 0
+    if is_sampled_chain(spec):  # with any siblings, if one node is fed at each depth: the others are leaves
+        return int(len(spec.plan.feeds) == spec.num_slots)
     return int(isinstance(spec, ShapeSpec) and spec.plan.shape.is_chain)
 
 
 def is_sampled_chain(spec: GrowthSpec) -> bool:
-    """Whether the tokens of a chain are sampled."""
+    """Whether the tokens along a chain are sampled."""
     return isinstance(spec, ShapeSpec) and spec.params is not None
 
 
@@ -158,5 +166,5 @@ def candidates(chains: Chains, drafted: Tensor, columns: Sequence[Tensor], probs
 
 def probs_rows(chains: Chains) -> Ints:
     """Return the rows where each chain's q are, of its root and the nodes below it, as in `Candidates`: [n, D]."""
-    rows = prefix_sums(chains.num_nodes * chains.is_sampled)[:-1, None] + np.arange(1 + chains.num_fed[0])
+    rows = prefix_sums((1 + chains.num_fed) * chains.is_sampled)[:-1, None] + np.arange(1 + chains.num_fed[0])
     return np.where(chains.is_sampled[:, None], rows, -1)

@@ -26,6 +26,7 @@ from titan.core.kv_tensor import KVTensor
 from titan.core.trees import DraftTrees, GrowthReport
 from titan.kernels.growth import Forward, of_vocabulary, root_batch
 from titan.kernels.interfaces import Backend, Model, PassInputs
+from titan.kernels.shape_growth import shape_candidates
 from titan.kernels.triton.attention_plan import DeviceLayout
 from titan.kernels.triton.chain_sampler import ChainSampler
 from titan.kernels.triton.chain_trees import (
@@ -153,7 +154,7 @@ class DraftChains:
     def can_grow(self, feeds: Sequence[Feed]) -> bool:
         """Whether there are trees to grow, all along one chain, within the bounds of the graphs.
 
-        Beams must have equally many siblings, and none may be beside sampled chains.
+        Beams must have equally many siblings, and none may be beside sampled chains, which may have any.
         """
         specs = [feed.spec for feed in feeds if feed.spec is not None]
         beams = {spec.num_children for spec in specs if isinstance(spec, BeamSpec)}
@@ -182,7 +183,13 @@ class DraftChains:
         if choice.has_scores:
             probs = root_logits.new_empty(chains.num_probs, vocab_size, dtype=torch.float32) if choice.is_sampled else None
             drafted, columns = self._draft(root_logits, chains, choice, child_columns(chains), probs)
-            trees = self._backend.trees.select([candidates(chains, drafted, columns, probs)], num_rows)
+            if probs is not None and chains.plans:
+                children = self._sampler.with_siblings(chains, drafted, probs)
+                found = shape_candidates(chains.rows, chains.plans, children, self._backend)
+                found = replace(found, probs=probs, probs_rows=probs_rows(chains))
+            else:
+                found = candidates(chains, drafted, columns, probs)
+            trees = self._backend.trees.select([found], num_rows)
         else:
             drafted, columns = self._draft(root_logits, chains, choice, node_columns(chains))
             trees = greedy_trees(chains, num_rows, drafted, columns)
