@@ -88,7 +88,7 @@ def test_a_shape_is_a_name_or_parents(
         (["--compare", "--draft-model", "ngram", "--speculation", "off"], "--compare needs a draft"),
         (["--draft-tree", "chain"], "--draft-tree needs a draft"),
         (["--draft-weight-bits", "none"], "--draft-weight-bits needs a draft"),
-        (["--max-draft-tokens", "3", "--draft-model", "ngram", "--speculation", "off"], "--max-draft-tokens needs a draft"),
+        (["--max-draft-tokens", "3", "--draft-model", "none"], "--max-draft-tokens needs a draft"),
         (["--draft-tree", "star", "--draft-model", "ngram"], "draft_tree='star' is not allowed: it must be 'auto', 'dynamic', "),
     ],
 )
@@ -98,6 +98,11 @@ def test_what_cannot_be_is_one_line(
     assert generate(*models[:2], *options) == 2  # without a draft
     captured = capsys.readouterr()
     assert captured.err.startswith("titan: ") and message in captured.err and captured.out == ""
+
+
+def test_runs_with_and_without_speculation_may_have_the_same_options(models: list[str]) -> None:
+    for speculation in ("off", "fixed", "adaptive"):
+        assert generate(*models, "--max-draft-tokens", "3", "--speculation", speculation) == 0
 
 
 def test_sampling_defaults_of_the_model_which_are_not_used_here_may_be_anything(tmp_path: Path) -> None:

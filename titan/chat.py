@@ -36,16 +36,30 @@ class ChatTemplate:
 
     Args:
         tokenizer: a transformers tokenizer; ``None``: the model has none.
-        kwargs: the ``chat_template_kwargs`` of `titan.LLM.chat`.
-        own: its arguments ``chat_template``, ``add_generation_prompt``, ``continue_final_message`` and ``tools``.
+        kwargs: the ``chat_template_kwargs`` of `titan.LLM.chat`; the others are its arguments of these names.
 
     Raises:
         ValueError: an argument is not allowed, ``kwargs`` has one of the others, or there is no chat template.
     """
 
-    def __init__(self, tokenizer: Any | None, kwargs: object, **own: Any) -> None:
+    def __init__(
+        self,
+        tokenizer: Any | None,
+        kwargs: object,
+        *,
+        chat_template: str | None,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        tools: Any,
+    ) -> None:
+        own = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+        }
         self._options = _read_options(own, kwargs)
-        if tokenizer is None or not (own["chat_template"] or tokenizer.chat_template):
+        if tokenizer is None or not (chat_template or tokenizer.chat_template):
             raise ValueError("chat() needs a tokenizer with a chat template, and the model has none: use generate()")
         from transformers import PreTrainedTokenizerBase
 

@@ -65,11 +65,10 @@ ENGINE_OPTIONS = (
     *("warm_up", "speculation", "speculation_target", "max_draft_tokens", "draft_tree", "draft_sampling"),
 )
 """Options of ``titan generate`` that `LLM` takes under the same names."""
-DRAFT_OPTIONS = (
-    *("show_tree", "compare", "draft_dtype", "draft_weight_bits", "speculation_target", "max_draft_tokens", "draft_tree"),
-    "draft_sampling",
-)
-"""Options of ``titan generate`` that need a draft."""
+SHOWS_OF_DRAFTS = ("show_tree", "compare")
+"""Options of ``titan generate`` that show what drafts do, and need some."""
+DRAFT_OPTIONS = ("draft_dtype", "draft_weight_bits", "speculation_target", "max_draft_tokens", "draft_tree", "draft_sampling")
+"""Options of ``titan generate`` that say how to draft, and need a draft, even if speculation is off."""
 MODEL_OPTIONS = ("revision", "dtype", "model_impl", "trust_remote_code")
 """Options of ``titan info`` that are those of a model."""
 
@@ -246,10 +245,11 @@ def _generate(args: argparse.Namespace) -> int:
     draft_model = args.draft_model
     if draft_model is None:
         draft_model = "demo" if args.model == "demo" else "none"
-    if draft_model == "none" or options.get("speculation") == "off":
-        for name in DRAFT_OPTIONS:
-            if getattr(args, name, False) is not False:
-                raise ValueError(f"{_flag(name)} needs a draft: give --draft-model, and no --speculation off")
+    has_draft, is_off = draft_model != "none", options.get("speculation") == "off"
+    unused = [name for name in DRAFT_OPTIONS if name in options and not has_draft]
+    unused += [name for name in SHOWS_OF_DRAFTS if getattr(args, name) and (is_off or not has_draft)]
+    if unused:
+        raise ValueError(f"{_flag(unused[0])} needs a draft: give --draft-model{', and no --speculation off' * is_off}")
     draft = None if draft_model == "none" else draft_model
     llm = LLM(args.model, draft, max_batch_size=1, enable_prefix_caching=False, generation_config="vllm", **options)
     plain_params = replace(params, use_speculative=False)

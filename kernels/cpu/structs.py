@@ -30,6 +30,7 @@ def _declared(name: str) -> type[ctypes.Structure]:
     types = {**_INTEGERS, "float": FLOAT, "double": ctypes.c_double, **STRUCTS}
     [body] = re.findall(rf"^struct {name} {{\n(.*?)^}};", _HEADERS, re.MULTILINE | re.DOTALL)
     fields = re.findall(r"^  (?:const )?(\w+)(\*?) (\w+);", body, re.MULTILINE)
+    assert len(fields) == len(re.findall(";", re.sub("//.*", "", body))), f"{name} declares more than one field a line"
     members = {"_fields_": [(field, POINTER if star else types[kind]) for kind, star, field in fields]}
     return STRUCTS.setdefault(name, type(name, (ctypes.Structure,), members))
 
@@ -41,7 +42,7 @@ SpecStruct = _declared("AttentionSpec")
 LayerStruct = _declared("DecoderLayer")
 DecoderStruct = _declared("Decoder")
 NodeColumnsStruct = _declared("NodeColumns")
-_declared("Worth")
+_declared("Worth")  # a part of the next one
 TREE_GROWTH = np.dtype(_declared("TreeGrowth"))
 GrowingStruct = _declared("Growing")
 TreesStruct = _declared("VerifiedTrees")

@@ -343,3 +343,26 @@ def test_another_way_of_growing_runs_pass_by_pass(zoo: Zoo, back_end: str, monke
     monkeypatch.setattr(engine.drafter.policy, "spec", lambda *_, **__: spec)
     assert run_all(engine, PROMPTS[:1], [greedy(9, ignore_eos=True)]) == [zoo.greedy("llama", PROMPTS[0], 9, ignore_eos=True)]
     assert engine.drafting.num_failures == 0 and sum(engine.counters.accepted_per_depth) >= 6
+
+
+@pytest.mark.parametrize("max_draft_tokens", [2, 6, 20])
+@pytest.mark.parametrize("speculation", ["adaptive", "fixed"])
+def test_the_tokens_of_a_seed_depend_on_nothing_but_their_request(zoo: Zoo, speculation: str, max_draft_tokens: int) -> None:
+    """Where drafts may be sampled, too: those of requests with a seed of their own are not."""
+    plain = run_all(make_engine(zoo.path("llama"), **AMPLE), PROMPTS, SAMPLED)
+    options = {"speculation": speculation, "max_draft_tokens": max_draft_tokens, "draft_tree": "auto", "draft_sampling": "auto"}
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **AMPLE | options)
+    assert run_all(engine, PROMPTS, SAMPLED) == plain
+    assert [run_all(engine, [prompt], [params])[0] for prompt, params in zip(PROMPTS, SAMPLED, strict=True)] == plain
+    assert speculation == "adaptive" or sum(engine.counters.accepted_per_depth) > 20
+
+
+@pytest.mark.parametrize(("back_end", "num_nodes"), [("cpu", 6), ("triton", MAX_CHAIN_NODES)])
+def test_on_a_device_a_tree_behind_a_prompt_is_a_short_chain(zoo: Zoo, back_end: str, num_nodes: int) -> None:
+    options = AMPLE | {"draft_tree": "auto", "max_draft_tokens": 6}
+    engine = make_engine(zoo.path("eight"), zoo.path("eight~"), backend=make_back_end(back_end), **options)
+    num_nodes_of = list[int]()
+    engine.observers.append(lambda _, acceptance: num_nodes_of.append(acceptance.trees.num_nodes))
+    submit(engine, [[3, 4, 5, 6, 7] * 4], [greedy(9, ignore_eos=True)])
+    engine.step()
+    assert num_nodes_of == [num_nodes]

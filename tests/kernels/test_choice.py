@@ -200,3 +200,22 @@ def test_what_the_kernels_cannot_take_is_refused_by_the_engine(
     make_model(tmp_path, num_hidden_layers=1, **config)
     with pytest.raises(ValueError, match=message):
         make_engine(str(tmp_path), backend=triton_backend(), **({"num_kv_blocks": 40} | options))
+
+
+@pytest.mark.parametrize(
+    ("vendor", "order"),
+    [
+        ("GenuineIntel", ["amx", "avx512", "avx512bf16", "avx2", "native"]),
+        ("AuthenticAMD", ["amx", "avx512bf16", "avx512", "avx2", "native"]),
+        (None, ["amx", "avx512bf16", "avx512", "avx2", "native"]),
+    ],
+)
+def test_products_of_bfloat16_are_for_those_whose_processor_does_them_fast(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, vendor: str | None, order: list[str]
+) -> None:
+    monkeypatch.setattr(cpu_kinds, "KINDS", tuple(replace(kind, is_here=lambda: True) for kind in cpu_kinds.KINDS))
+    facts = tmp_path / "cpuinfo"
+    if vendor is not None:
+        facts.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n", encoding="utf-8")
+    monkeypatch.setattr(cpu_kinds, "Path", lambda _: facts)
+    assert [kind.name for kind in kinds_here()] == order

@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 
 from titan.core.kv_tensor import KVTensor, Role
+from titan.core.out_of_memory import is_out_of_memory
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.kernels.interfaces import CacheOps, PathMove
@@ -350,8 +351,14 @@ class KVCache:
             return
         source = sibling.block_ids[num_full_blocks]
         request.extend_blocks(self._allocate(1))
-        for tensor in self.tensors.values():
-            self._ops.copy_blocks(tensor, np.array([source]), np.array(request.block_ids[-1:]))
+        try:
+            for tensor in self.tensors.values():
+                self._ops.copy_blocks(tensor, np.array([source]), np.array(request.block_ids[-1:]))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self.pool.release(request.roll_back(num_full_blocks))
+            return
         self._new_blocks.discard(request.block_ids[-1])
         if request.num_drafted_context == request.num_computed_tokens:
             request.cover_draft(max(min(sibling.num_drafted_context, num_tokens) - request.num_drafted_context, 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
@@ -169,5 +170,9 @@ def _check_experts(stored: Mapping[str, StoredTensor], architecture: str) -> Non
     for name, tensor in stored.items():
         if (found := EXPERT.fullmatch(name)) is not None:
             shapes.setdefault((found[1], found[3]), {})[int(found[2])] = tensor.shape
-    asked = {f"{path}.{i}.{name}": each[min(each)] for (path, name), each in shapes.items() for i in range(max(each) + 1)}
+    asked = {
+        f"{path}.{i}.{name}": Counter(each.values()).most_common(1)[0][0]
+        for (path, name), each in shapes.items()
+        for i in range(len(each))
+    }
     refuse_misfits(misfits({name: stored[name].shape for name in asked.keys() & stored.keys()}, asked), architecture)
