@@ -296,15 +296,22 @@ def test_copies_of_a_start_that_failed_are_waited_for_before_others_get_its_bloc
     swapping.check([first])
 
 
-def test_a_tail_that_cannot_be_copied_leaves_the_request_without_blocks(kv: KVCache, ops: Mock) -> None:
+@pytest.mark.parametrize("error", [MemoryError, KeyError])
+def test_a_tail_that_cannot_be_copied_is_computed_and_the_full_blocks_stay_shared(
+    kv: KVCache, ops: Mock, error: type[Exception]
+) -> None:
     first, second = make_request(range(11)), make_request(range(11))
     make_siblings(first, second)
     assert kv.reserve(first, 11)
     first.commit(10)
-    ops.copy_blocks.side_effect = MemoryError
-    with pytest.raises(MemoryError):
+    ops.copy_blocks.side_effect = error
+    if error is KeyError:
+        with pytest.raises(KeyError):
+            kv.admit(second)
+        assert not second.block_ids
+    else:
         kv.admit(second)
-    assert not second.block_ids
+        assert (second.block_ids.tolist(), second.num_computed_tokens) == (first.block_ids.tolist()[:2], 8)
     kv.check([first, second])
 
 
