@@ -45,7 +45,7 @@ def measure(shape: Shape, setting: Setting) -> Figures:
 def chunks(num_slots: int) -> Iterator[int]:
     """Lengths of parts to try, down from one of them all."""
     num_parts = 1
-    while num_parts == 1 or (num_parts <= MAX_PARTS and num_slots / num_parts >= MIN_CHUNK / 2):
+    while num_parts == 1 or (num_parts <= MAX_PARTS and num_slots / num_parts >= MIN_CHUNK.value / 2):
         yield -(-num_slots // (CHUNK_MULTIPLE * num_parts)) * CHUNK_MULTIPLE
         num_parts *= 2
 

@@ -44,7 +44,7 @@ PARTS_PER_TILE = 8
 that there is room for is a program of each layer, if an empty one."""
 SATURATING_PROGRAMS = 5 / 3
 """Programs per multiprocessor whose loads take all of the memory's bandwidth; fitted to an H200."""
-MIN_CHUNK = 128
+MIN_CHUNK = tl.constexpr(128)
 """The shortest chunk that the planner chooses, in slots."""
 CHUNK_MULTIPLE = 16
 """A fixed chunk is a multiple of this many slots."""
@@ -85,10 +85,10 @@ def _nearest_ancestors_kernel(
 
 
 @triton.jit
-def _chunk_of(choice, most_slots, BLOCK_N: tl.constexpr, LEAST_CHUNK: tl.constexpr):
+def _chunk_of(choice, most_slots, BLOCK_N: tl.constexpr):
     """Return the chunk length that cuts the most slots into 1, 1.25, 1.5, 1.75, 2, 2.5, ... parts, whole iterations long."""
     quarters = (4 + choice % 4) << (choice // 4)
-    return tl.maximum(tl.cdiv(4 * most_slots, quarters * BLOCK_N) * BLOCK_N, LEAST_CHUNK)
+    return tl.maximum(tl.cdiv(4 * most_slots, quarters * BLOCK_N) * BLOCK_N, MIN_CHUNK)
 
 
 @triton.jit
@@ -101,7 +101,6 @@ def _choose_chunk(
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    LEAST_CHUNK: tl.constexpr,
 ):
     """Return the chunk length, int32, with the earliest estimated end.
 
@@ -115,7 +114,7 @@ def _choose_chunk(
     best = tl.full([], REFUSED_COST * NUM_CHOICES, tl.int64)
     for first_choice in range(0, NUM_CHOICES, CHOICES_AT_A_TIME):
         choices = first_choice + tl.arange(0, CHOICES_AT_A_TIME)
-        chunks = _chunk_of(choices, most_slots, BLOCK_N, LEAST_CHUNK)
+        chunks = _chunk_of(choices, most_slots, BLOCK_N)
         splits = tl.maximum(tl.cdiv(num_slots, chunks[None, :]), 1)
         num_programs = tl.sum(num_tiles * splits, axis=0) * NUM_KV_HEADS
         parts = tl.sum(tl.where(splits > 1, num_tiles * splits, 0), axis=0)
@@ -128,7 +127,7 @@ def _choose_chunk(
         cost += merges * NUM_KV_HEADS * BLOCK_M // MERGED_ROWS + SPLIT_COST * most_splits
         cost = tl.where(parts <= max_parts, cost, REFUSED_COST)
         best = tl.minimum(best, tl.min(cost * NUM_CHOICES + choices, axis=0))  # ties go to the fewest parts
-    return _chunk_of((best % NUM_CHOICES).to(tl.int32), most_slots, BLOCK_N, LEAST_CHUNK)
+    return _chunk_of((best % NUM_CHOICES).to(tl.int32), most_slots, BLOCK_N)
 
 
 @triton.jit(
@@ -152,7 +151,6 @@ def _plan_kernel(
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    LEAST_CHUNK: tl.constexpr,
     TREE: tl.constexpr,  # the launch of short queries
     WINDOWED: tl.constexpr,
     CHUNKED: tl.constexpr,
@@ -182,9 +180,7 @@ def _plan_kernel(
     if FIXED:
         chunk = fixed_chunk
     else:
-        chunk = _choose_chunk(
-            num_tiles, num_slots, num_running, num_saturating, max_parts, NUM_KV_HEADS, BLOCK_M, BLOCK_N, LEAST_CHUNK
-        )
+        chunk = _choose_chunk(num_tiles, num_slots, num_running, num_saturating, max_parts, NUM_KV_HEADS, BLOCK_M, BLOCK_N)
 
     splits = tl.maximum(tl.cdiv(num_slots, chunk), 1)
     full_splits = num_slots // chunk
@@ -289,7 +285,7 @@ class TreeAttentionPlan:
         num_rows = len(layout.positions) * geometry.group + max_requests * (block_m - 1)
         max_tiles = min(max_requests * -(-max_query_len * geometry.group // block_m), num_rows // block_m)
         num_running = config.programs_per_multiprocessor * num_multiprocessors(device)
-        max_splits = triton.cdiv(layout.block_table.shape[1] * layout.block_size, fixed_chunk or MIN_CHUNK)
+        max_splits = triton.cdiv(layout.block_table.shape[1] * layout.block_size, fixed_chunk or MIN_CHUNK.value)
         max_parts = max_tiles * max_splits if max_splits > 1 else 0
         if fixed_chunk is None:
             few = triton.cdiv(num_running, num_kv_heads) + PARTS_PER_TILE * max_tiles
@@ -324,7 +320,6 @@ class TreeAttentionPlan:
             GROUP=geometry.group,
             BLOCK_M=block_m,
             BLOCK_N=config.block_n,
-            LEAST_CHUNK=MIN_CHUNK,
             TREE=ancestor_bits is not None,
             WINDOWED=window is not None,
             CHUNKED=isinstance(window, Chunk),
