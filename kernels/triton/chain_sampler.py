@@ -5,8 +5,12 @@ Siblings of these tokens are sampled from q after the last graph.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -31,8 +35,8 @@ class ChainSampler:
         self._seeds = torch.zeros(num_requests, dtype=torch.int64, device=backend.device)
         self.addresses = torch.zeros_like(self._seeds)  # of the q that is written next, for each chain; 0: it is not written
 
-    def load(self, sampling: SamplingRows, probs: Tensor, rows: Ints) -> None:
-        """Load the options of n chains and addresses of their first q.
+    def arrays(self, sampling: SamplingRows, probs: Tensor, rows: Ints) -> list[NDArray[Any]]:
+        """Return the options of n chains and addresses of their first q, which `load` takes once they are uploaded.
 
         Args:
             sampling: options; at temperature 0, the most likely token is taken.
@@ -41,9 +45,11 @@ class ChainSampler:
         """
         options, vocab_size = distribution_options(sampling, probs.shape[1]), probs.shape[1]
         addresses = np.where(rows < 0, 0, probs.data_ptr() + rows * row_bytes(vocab_size))
-        uploaded = self._backend.upload([*options.values(), sampling.options["seed"].view(np.int64), addresses])
-        statics = [*(self._options[name] for name in options), self._seeds, self.addresses]
-        for static, values in zip(statics, uploaded, strict=True):
+        return [*(options[name] for name in self._options), sampling.options["seed"].view(np.int64), addresses]
+
+    def load(self, uploaded: Sequence[Tensor]) -> None:
+        """Load the `arrays` of this step's chains."""
+        for static, values in zip((*self._options.values(), self._seeds, self.addresses), uploaded, strict=True):
             static[: len(values)].copy_(values)
 
     def sample(self, logits: Tensor, positions: Tensor) -> Tensor:

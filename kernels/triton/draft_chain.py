@@ -228,16 +228,18 @@ class DraftChains:
         sizes = self._sizes(n, num_fed, choice)
         for size in sizes:
             self._record(size)
-        slots, left, temperatures, *uploaded = self._backend.upload(
-            [(chains.roots + 1).astype(np.int32), chains.num_fed.astype(np.int32), chains.temperatures, *columns]
-        )
+        sampling = list[NDArray[Any]]()
+        if chains.sampling is not None and probs is not None:
+            sampling = self._sampler.arrays(chains.sampling, probs, probs_rows(chains)[:, 0])
+        of_chains = [(chains.roots + 1).astype(np.int32), chains.num_fed.astype(np.int32), chains.temperatures]
+        slots, left, temperatures, *uploaded = self._backend.upload([*of_chains, *columns, *sampling])
         self._next_slots[:n].copy_(slots)
         self._num_left.zero_()[:n].copy_(left)
         if choice.has_scores:
             self._temperatures[:n].copy_(temperatures)
             self._scores.zero_()
-        if chains.sampling is not None and probs is not None:
-            self._sampler.load(chains.sampling, probs, probs_rows(chains)[:, 0])
+        if sampling:
+            self._sampler.load(uploaded[len(columns) :])
         of_roots = self._choose(root_logits, choice)
         drafted = of_roots.new_empty(len(of_roots), 1 + num_fed, n, choice.num_children)
         drafted[:, 0] = of_roots
@@ -246,7 +248,7 @@ class DraftChains:
             found = self._replays.run(size, partial(self._feed, size), size.num_depths)
             drafted[:, depth : depth + size.num_depths] = found[:, :, :n]
             depth += size.num_depths
-        return drafted, uploaded
+        return drafted, uploaded[: len(columns)]
 
     def _check(self, feeds: Sequence[Feed], last_slots: Ints) -> None:
         self._model.config.check_positions(last_slots)
