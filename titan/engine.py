@@ -112,7 +112,7 @@ class Engine:
             free_memory -= num_blocks * block_bytes(block_size, layouts)
         num_host_blocks = num_swap_blocks(config.schedule.swap_space, layouts, block_size, free_memory)
         self.kv = KVCache(num_blocks, block_size, config.memory.enable_prefix_caching, backend.cache)
-        self.kv.tensors = {"target": KVTensor(layouts[0], num_blocks, block_size, backend.device)}
+        self.kv.tensors = {"target": KVTensor(layouts[0], num_blocks, block_size, backend.device, backend.cache.zeros)}
         self.runner = self._prepare_target(self.kv.tensors["target"])
         vocab_size = self.model_config.vocab_size
         _warm_up(config, [*self.runner.warm_up((), vocab_size), *backend.warm_up(vocab_size, self.dtype)])
@@ -309,7 +309,7 @@ class Engine:
             return
         with self.backend.active():
             tensors = {
-                role: KVTensor(each.layout, num_blocks, each.block_size, self.backend.device, torch.empty)
+                role: KVTensor(each.layout, num_blocks, each.block_size, self.backend.device, self.backend.cache.empty)
                 for role, each in self.kv.tensors.items()
             }
             runner = self._prepare_target(tensors["target"])
@@ -408,7 +408,9 @@ class Engine:
         tensors: dict[Role, KVTensor] = {"target": self.kv.tensors["target"]}
         if has_cache(drafter):
             claim(self, "draft_model", drafter)
-            tensors["draft"] = KVTensor(drafter.kv, self.kv.num_blocks, self.kv.block_size, self.backend.device)
+            tensors["draft"] = KVTensor(
+                drafter.kv, self.kv.num_blocks, self.kv.block_size, self.backend.device, self.backend.cache.zeros
+            )
             drafter.attach(tensors["draft"])
         drafting = Drafting(drafter, self.backend, self.model_config.vocab_size)
         max_draft_tokens = min(drafter.max_draft_tokens, self.config.speculation.max_draft_tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -11,12 +12,19 @@ from torch import Tensor
 
 from titan.core.arrays import Ints
 from titan.core.kv_tensor import KVTensor
+from titan.kernels.cpu.huge_pages import map_pages
 from titan.kernels.interfaces import PathMove
 from titan.kernels.torch.cache import TorchCache, path_places, planes
 
 
 class HostCache(TorchCache):
     """Cache operations in the memory of the host: few numbers are moved or cleared in a step."""
+
+    def zeros(self, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.empty(shape, dtype=dtype, device=device).zero_()
+
+    def empty(self, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return map_pages(prod(shape) * dtype.itemsize).view(dtype).view(*shape).to(device)
 
     def move_paths(self, kv: KVTensor, moves: Sequence[PathMove]) -> None:
         old_blocks, old, new_blocks, new = path_places(moves, kv.block_size)

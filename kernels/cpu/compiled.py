@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from threading import Lock
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from titan.kernels.cpu.huge_pages import HugePages
 from titan.kernels.cpu.library import LoadedLibrary
 from titan.kernels.cpu.threads import available_cores
+from titan.kernels.cpu.weight_memory import WeightMemory
 from titan.kernels.torch.backend import torch_threads
 
 COMPILED_DTYPES = (torch.float32, torch.bfloat16)
@@ -41,7 +40,7 @@ class CompiledKernels:
         if self.team is None:
             raise ValueError(f"num_threads={self.num_threads} is not possible: the system does not allow so many threads")
         self.has_codes = bool(self._find(b"make_codes_12", False))  # whether products read codes
-        self.weight_memory, self.packing = HugePages(), Lock()  # held while a weight is packed
+        self.weight_memory = WeightMemory()
         # not when Python ends: a thread that does not end with it may be in a pass
         self.finalizer = weakref.finalize(self, self.plain_function("free_team", None, POINTER), self.team)
         self.finalizer.atexit = False

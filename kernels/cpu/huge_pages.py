@@ -1,4 +1,4 @@
-"""Memory in huge pages for what each pass reads from end to end: the processor looks up fewer addresses meanwhile."""
+"""Memory in huge pages, as far as Linux has them, for what passes read: the processor looks up fewer addresses meanwhile."""
 
 from __future__ import annotations
 
@@ -7,46 +7,16 @@ import mmap
 import torch
 from torch import Tensor
 
-CHUNK_BYTES = 64 * 2**20
-"""Memory that is mapped at a time. Most weights are too small, or lie too unevenly, to fill huge pages of 2 MiB alone."""
 
-CACHE_LINE_BYTES = 64
+def map_pages(num_bytes: int) -> Tensor:
+    """Return memory of its own, zeros that take none before they are written: uint8 [num_bytes], at least 1.
 
-
-class HugePages:
-    """Hands out memory from chunks, each of which is freed with the last tensor in it; in huge pages, as far as Linux has them."""
-
-    def __init__(self) -> None:
-        self._chunk = torch.empty(0, dtype=torch.uint8)
-        self._num_taken = 0
-
-    def take(self, num_bytes: int) -> Tensor:
-        """Return memory that begins with a cache line: uint8 [num_bytes].
-
-        Raises:
-            MemoryError: there is not so much.
-        """
-        if self._num_taken + _whole_lines(num_bytes) > len(self._chunk):
-            self._chunk, self._num_taken = _map(max(_whole_lines(num_bytes), CHUNK_BYTES)), 0
-        first = self._num_taken
-        self._num_taken += _whole_lines(num_bytes)
-        return self._chunk[first : first + num_bytes]
-
-    def cut(self, taken: Tensor, num_bytes: int) -> Tensor:
-        """Return the first bytes of what was handed out last; the others are handed out again."""
-        self._num_taken += _whole_lines(num_bytes) - _whole_lines(len(taken))
-        return taken[:num_bytes]
-
-
-def _whole_lines(num_bytes: int) -> int:
-    return -(-num_bytes // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
-
-
-def _map(num_bytes: int) -> Tensor:
-    """Return memory of its own, which is nobody's before it is written."""
+    Raises:
+        MemoryError: there is too little.
+    """
     try:
         pages = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         raise MemoryError(f"{num_bytes} bytes cannot be mapped: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)

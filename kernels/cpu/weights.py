@@ -58,7 +58,7 @@ def pack_weight(weight: Tensor, kernels: CompiledKernels) -> Tensor:
     """Pack a weight [out_features, in_features] of float32 or bfloat16; return one that is packed as it is."""
     if is_packed(weight):
         return weight
-    with kernels.packing:
+    with kernels.weight_memory.lock:
         return _pack(weight, kernels)
 
 

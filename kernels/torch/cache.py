@@ -23,6 +23,12 @@ class TorchCache:
     def __init__(self, upload: Upload) -> None:
         self._upload = upload
 
+    def zeros(self, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    def empty(self, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
     def move_paths(self, kv: KVTensor, moves: Sequence[PathMove]) -> None:
         old_blocks, old, new_blocks, new = self._upload(path_places(moves, kv.block_size))
         for plane in planes(kv):

@@ -18,7 +18,9 @@ BITS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: 
 
 def random_kv(backend: Backend, dtype: torch.dtype) -> KVTensor:
     """Random bits: NaN, infinities and subnormal numbers are among them."""
-    kv, generator = KVTensor(KVLayout(GROUPS, dtype), NUM_BLOCKS, BLOCK_SIZE, backend.device), torch.Generator().manual_seed(0)
+    layout, generator = KVLayout(GROUPS, dtype), torch.Generator().manual_seed(0)
+    kv = KVTensor(layout, NUM_BLOCKS, BLOCK_SIZE, backend.device, backend.cache.zeros)
+    assert not any(bits.any() for bits in bits_of(kv))
     for group in kv.groups:
         bits = torch.randint(-(2**31), 2**31, group.shape, generator=generator).to(BITS[dtype])
         group.copy_(bits.view(dtype))
@@ -95,7 +97,7 @@ def test_copies_and_clearing_touch_whole_blocks_and_nothing_else(backend: Backen
     assert_bits(kv, expected)
     assert [blocks.flatten(1).any(1).nonzero().flatten().tolist() for blocks in host] == [[2, 3, 5, 8]] * 2, "11 was cleared"
     for num_blocks in (12, 17, None):
-        other = kv if num_blocks is None else KVTensor(kv.layout, num_blocks, BLOCK_SIZE, backend.device)
+        other = kv if num_blocks is None else KVTensor(kv.layout, num_blocks, BLOCK_SIZE, backend.device, backend.cache.empty)
         backend.cache.gather_blocks(kv, other, np.array([5, 0, 13, 1]))
         for actual, each in zip(bits_of(other), expected, strict=True):
             assert torch.equal(actual[:, :4], each[:, [5, 0, 13, 1]])

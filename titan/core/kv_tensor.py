@@ -62,7 +62,7 @@ class KVTensor:
         num_blocks: as many as the block pool has.
         block_size: slots of a block.
         device: where it is allocated.
-        allocate: `torch.zeros`, or `torch.empty`, which takes no memory on the host before it is written.
+        allocate: a function as `torch.zeros`, such as those of `titan.kernels.interfaces.CacheOps`.
     """
 
     def __init__(

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from titan.kernels.cpu import huge_pages
-from titan.kernels.cpu.huge_pages import HugePages
+from titan.kernels.cpu import huge_pages, weight_memory
+from titan.kernels.cpu.weight_memory import WeightMemory
 
 
 def test_each_tensor_keeps_its_bytes_while_others_come_and_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huge_pages, "CHUNK_BYTES", 20_000)
-    rng, memory, held = np.random.default_rng(0), HugePages(), list[torch.Tensor]()
+    monkeypatch.setattr(weight_memory, "CHUNK_BYTES", 20_000)
+    rng, memory, held = np.random.default_rng(0), WeightMemory(), list[torch.Tensor]()
     for number in range(300):
         taken = memory.take(int(rng.choice([1, 64, 100, 1000, 4096, 9000])))
         taken.fill_(0)  # as a weight is written before it is found to be too long
@@ -39,8 +39,8 @@ def test_a_chunk_is_freed_with_the_last_tensor_in_it(monkeypatch: pytest.MonkeyP
             return new
 
     monkeypatch.setattr(huge_pages.mmap, "mmap", Map)
-    memory = HugePages()
-    first, second, _ = (memory.take(huge_pages.CHUNK_BYTES // 2) for _ in range(3))
+    memory = WeightMemory()
+    first, second, _ = (memory.take(weight_memory.CHUNK_BYTES // 2) for _ in range(3))
     del first
     gc.collect()
     assert maps[0]() is not None
@@ -51,4 +51,4 @@ def test_a_chunk_is_freed_with_the_last_tensor_in_it(monkeypatch: pytest.MonkeyP
 
 def test_too_much_memory_is_refused() -> None:
     with pytest.raises(MemoryError, match=f"{2**60} bytes"):
-        HugePages().take(2**60)
+        WeightMemory().take(2**60)

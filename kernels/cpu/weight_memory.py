@@ -1,0 +1,46 @@
+"""Memory for packed weights, side by side in huge pages."""
+
+from __future__ import annotations
+
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from titan.kernels.cpu.huge_pages import map_pages
+
+CHUNK_BYTES = 64 * 2**20
+"""Memory that is mapped at a time. Most weights are too small, or lie too unevenly, to fill huge pages of 2 MiB alone."""
+
+CACHE_LINE_BYTES = 64
+
+
+class WeightMemory:
+    """Hands out memory from chunks, each of which is freed with the last tensor in it."""
+
+    def __init__(self) -> None:
+        self._chunk = torch.empty(0, dtype=torch.uint8)
+        self._num_taken = 0
+        self.lock = Lock()
+        """Held from taking memory to the last cut of it."""
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Return memory that begins with a cache line: uint8 [num_bytes].
+
+        Raises:
+            MemoryError: there is not so much.
+        """
+        if self._num_taken + _whole_lines(num_bytes) > len(self._chunk):
+            self._chunk, self._num_taken = map_pages(max(_whole_lines(num_bytes), CHUNK_BYTES)), 0
+        first = self._num_taken
+        self._num_taken += _whole_lines(num_bytes)
+        return self._chunk[first : first + num_bytes]
+
+    def cut(self, taken: Tensor, num_bytes: int) -> Tensor:
+        """Return the first bytes of what was handed out last; the others are handed out again."""
+        self._num_taken += _whole_lines(num_bytes) - _whole_lines(len(taken))
+        return taken[:num_bytes]
+
+
+def _whole_lines(num_bytes: int) -> int:
+    return -(-num_bytes // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
