@@ -157,8 +157,9 @@ template <int M, int B, typename Coded, bool IsKept, typename X>
   constexpr int kUnitBytes = Coded::kUnitBytes;
   // Vectors that are decoded together, as many as there are registers for, so that a number of x is loaded once for them.
   constexpr int kSets = kLanes == 16 ? 1 : B, kVectors = B * kParts / kSets;
-  // Beside the sums of many rows, AVX2 has registers for decoding alone, or multiplying: what is decoded goes to memory in between.
-  constexpr bool kGoesToMemory = kLanes < 16 && (IsKept || (M > 3 && !Coded::kIsShort));
+  // Beside the sums of many rows there are registers for decoding alone, or multiplying: what is decoded goes to memory in between.
+  constexpr bool kGoesToMemory = kLanes == 16 ? M > 6 && kPair<X> == 1 : IsKept || (M > 3 && !Coded::kIsShort);
+  constexpr bool kIsInPlace = kGoesToMemory && IsKept && kVectors == kParts; // to where it is kept
   const int64_t last = depth - kPrefetchBytes / kUnitBytes * kUnitInputs;
   const uint8_t* unit[B];
   Words palette[B];
@@ -176,18 +177,17 @@ template <int M, int B, typename Coded, bool IsKept, typename X>
     for (int i = 0; i < 2 * kSets; ++i) {
       const int half = i % 2, set = i / 2;
       Words room[2][kVectors];
-      const auto pairs = kGoesToMemory && IsKept ? reinterpret_cast<Words(*)[kVectors]>(kept + (input + 4 * half) * kBlock) : room;
+      const auto pairs = kIsInPlace ? reinterpret_cast<Words(*)[kVectors]>(kept + (input + 4 * half) * kBlock) : room;
 #pragma GCC unroll 3
       for (int v = 0; v < kVectors; ++v) {
         const int vector = set * kVectors + v, block = vector / kParts;
         decode_half<Coded>(unit[block], half, vector % kParts, palette[block], pairs[0][v], pairs[1][v]);
       }
-      if constexpr (kGoesToMemory) {
-        asm volatile("" : : "r"(pairs) : "memory");
-      } else if constexpr (IsKept) {
+      if constexpr (IsKept && !kIsInPlace) {
         for (int pair = 0; pair < 2; ++pair)
           for (int v = 0; v < kVectors; ++v) store(pairs[pair][v], kept + (v * depth + input + 4 * half + 2 * pair) * kBlock);
       }
+      if constexpr (kGoesToMemory) asm volatile("" : : "r"(pairs) : "memory");
 #pragma GCC unroll 2
       for (int pair = 0; pair < 2; ++pair) add_products<M, kVectors>(x + input + 4 * half + 2 * pair, stride, pairs[pair], sums[set]);
     }
@@ -205,7 +205,7 @@ void multiply_codes(const X* x, const Weight& weight, int64_t block, BFloat16* k
                     Lanes (&sums)[B * kParts][M]) {
   const uint8_t* start = Coded(weight.data, block, depth).start;
   if (are_kept)
-    multiply_blocks<M, B>(x, depth, static_cast<const BFloat16*>(kept), depth, sums);
+    multiply_blocks<M, B, true>(x, depth, static_cast<const BFloat16*>(kept), depth, sums);
   else if (M >= kLeastKept && kept)
     multiply_units<M, B, Coded, (M >= kLeastKept)>(x, depth, start, depth, kept, sums);
   else

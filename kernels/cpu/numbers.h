@@ -28,7 +28,7 @@ constexpr int kLanes = 8;
 #else
 constexpr int kLanes = 4;
 #endif
-constexpr int kToL2 = 2; // where prefetches go: fewer lines at a time can be on their way to L1
+constexpr int kToL1 = 3, kToL2 = 2; // where prefetches go: fewer lines at a time can be on their way to L1
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float))));

@@ -46,7 +46,8 @@ constexpr int64_t most_blocks(int64_t num_rows) {
   return kLanes == 16 ? kMostBlocks : std::min<int64_t>(kMostBlocks, kMostRows / num_rows);
 }
 
-constexpr int64_t kPrefetchBytes = 3072; // read ahead; the prefetch of the hardware does not reach far enough
+constexpr int64_t kPrefetchBytes = 3072;     // read ahead; the prefetch of the hardware does not reach far enough
+constexpr int64_t kNearPrefetchBytes = 1024; // of blocks in the L2 cache, to L1
 
 // Call `work` with a number, or with Most if that is less, as a constant.
 template <int Most, typename Work>
@@ -184,16 +185,17 @@ inline void add_products(const X* x, int64_t stride, const Source (&packed)[V], 
 }
 
 // Multiply x [M, depth], `stride` apart, by B blocks of a weight: sums [M, B * kBlock]. Not inline, and with sums of its own that only
-// unrolled loops touch, so that they stay in registers whatever is done with the results.
-template <int M, int B, typename X, typename Packed>
+// unrolled loops touch, so that they stay in registers whatever is done with the results. The blocks may be in the L2 cache.
+template <int M, int B, bool AreNear = false, typename X, typename Packed>
 [[gnu::noinline]] void multiply_blocks(const X* x, int64_t stride, const Packed* blocks, int64_t depth, Lanes (&results)[B * kParts][M]) {
   const Packed* packed[B * kParts];
   for (int v = 0; v < B * kParts; ++v) packed[v] = blocks + v / kParts * depth * kBlock + v % kParts * kLanes * kPair<Packed>;
-  const int64_t last = depth - kPrefetchBytes / (kBlock * sizeof(Packed)); // from here on, the next blocks are read ahead
+  constexpr int64_t kBytes = AreNear ? kNearPrefetchBytes : kPrefetchBytes;
+  const int64_t last = depth - kBytes / (kBlock * sizeof(Packed)); // from here on, the next blocks are read ahead
   Lanes sums[B * kParts][M] = {};
   for (int64_t input = 0; input < depth; input += kPair<Packed>) {
-    const int64_t ahead = kPrefetchBytes / sizeof(Packed) + (input < last ? 0 : (B - 1) * depth * kBlock);
-    for (int block = 0; block < B; ++block) __builtin_prefetch(packed[block * kParts] + ahead, 0, kToL2);
+    const int64_t ahead = kBytes / sizeof(Packed) + (AreNear || input < last ? 0 : (B - 1) * depth * kBlock);
+    for (int block = 0; block < B; ++block) __builtin_prefetch(packed[block * kParts] + ahead, 0, AreNear ? kToL1 : kToL2);
     add_products<M, B * kParts>(x + input, stride, packed, sums);
     for (int v = 0; v < B * kParts; ++v) packed[v] += kBlock * kPair<Packed>;
   }
