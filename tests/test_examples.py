@@ -10,14 +10,18 @@ import runpy
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from http.client import HTTPConnection
+from math import exp, log
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
+import numpy as np
 import pytest
 from stepping import greedy
 
 from titan import LLM, SamplingParams
+from titan.core.step import Acceptance, StepPlan
+from titan.kernels.torch.trees import RuledTrees
 
 ROOT = Path(__file__).parents[1]
 PROMPT = "def quicksort("
@@ -48,7 +52,7 @@ def test_the_script_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_no_script_is_left_out() -> None:
-    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == SHOWN.keys() | {"server"}
+    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == SHOWN.keys() | {"acceptance_rule", "server"}
 
 
 def test_two_chains_change_how_many_tokens_come_and_not_which() -> None:
@@ -63,6 +67,47 @@ def test_two_chains_change_how_many_tokens_come_and_not_which() -> None:
         assert len(others) == (max_draft_tokens - 1) // 2 and first > sum(drafted[0].metrics.accepted_per_depth[:1]) > 0
     sampled = SamplingParams(temperature=0.8, max_tokens=32)
     assert all(each.metrics.num_accepted_tokens for each in llm.generate(prompts, sampled, use_tqdm=False))
+
+
+def test_typical_acceptance_accepts_what_is_likely_enough_and_more_than_a_lossless_rule(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By the model's own log-probabilities, which are those of p at temperature 1; at temperature 0 it changes no token."""
+    typical = runpy.run_path(str(ROOT / "examples" / "acceptance_rule.py"))["typical"]
+    lengths = re.findall(r"(lossless|typical) +([\d.]+) tokens per request and step", capsys.readouterr().out)
+    assert [name for name, _ in lengths] == ["lossless", "typical"] and 1 < float(lengths[0][1]) < float(lengths[1][1])
+
+    llm, prompts, seen = LLM("demo", draft_model="demo", dtype="float32", speculation="fixed"), [PROMPT, "import os\n"], [0, 0]
+    llm.engine.backend.trees = RuledTrees(llm.engine.backend, typical)
+    plain = llm.generate(prompts, greedy(64, use_speculative=False), use_tqdm=False)
+    drafted = llm.generate(prompts, greedy(64), use_tqdm=False)
+    assert [each.outputs for each in drafted] == [each.outputs for each in plain]
+    assert sum(each.metrics.num_accepted_tokens for each in drafted) > 20
+
+    def look(plan: StepPlan, acceptance: Acceptance) -> None:
+        for i, entries in acceptance.logprobs.items():
+            tree, path = acceptance.trees[i], acceptance.paths[i]
+            for node, accepted, entry in zip([-1, *path], [*path, None], entries, strict=True):
+                p = {token_id: exp(each.logprob) for token_id, each in entry.items()}
+                least = min(0.09, 0.3 * exp(sum(each * log(each) for each in p.values() if each)))
+                likely = {child: p[tree.token_ids[child]] for child in np.flatnonzero(tree.parents == node).tolist()}
+                if accepted is not None:
+                    assert likely[accepted] == max(likely.values()) > least - 1e-6
+                else:
+                    assert all(each < least + 1e-6 for each in likely.values())
+                seen[accepted is None] += bool(likely)
+
+    llm.engine.observers.append(look)
+    llm.generate(prompts, SamplingParams(max_tokens=48, logprobs=-1, ignore_eos=True), use_tqdm=False)
+    assert min(seen) > 10
+
+
+def test_the_least_rule_of_the_page_accepts_nothing() -> None:
+    [code] = [each for each in code_of("docs/speculation.md") if "RuledTrees" in each]
+    llm = LLM("demo", draft_model="demo", speculation="fixed")
+    exec(code, {"llm": llm})
+    [output] = llm.generate(PROMPT, greedy(24), use_tqdm=False)
+    assert output.metrics.num_draft_tokens > 24 and output.metrics.num_accepted_tokens == 0
 
 
 @pytest.mark.parametrize(

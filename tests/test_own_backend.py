@@ -20,6 +20,7 @@ from zoo import Zoo, random_prompts
 from titan.bench.loading import load_decoder
 from titan.core.kv_tensor import KVTensor
 from titan.core.options import EngineConfig
+from titan.core.random import Purpose
 from titan.core.sampling_params import SamplingParams
 from titan.draft.draft_model import DraftModelDrafter
 from titan.engine import Engine
@@ -29,7 +30,7 @@ from titan.kernels.interfaces import Backend, CacheOps, KVMemory, LayerOps, Pass
 from titan.kernels.torch.backend import TorchBackend
 from titan.kernels.torch.layers import TorchOps
 from titan.kernels.torch.runner import TorchRunner
-from titan.kernels.torch.trees import TorchTrees, _Tree
+from titan.kernels.torch.trees import Outcome, RuledTrees, TreeToVerify, lossless
 from titan.kernels.triton.layers import TritonOps
 from titan.kernels.triton.runner import TritonRunner
 from titan.models.decoder import Decoder
@@ -130,14 +131,16 @@ class GeluDecoder(Decoder):
 FAST = {"cpu": (CompiledOps, CompiledRunner), "triton": (TritonOps, TritonRunner)}
 
 
-def test_a_rule_of_acceptance_is_tried_with_compiled_passes(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As docs/speculation.md says: PyTorch's rule is the same, and one that accepts nothing accepts nothing."""
+def accept_nothing(tree: TreeToVerify) -> Outcome:
+    return Outcome([], tree.sample(tree.p(-1), 0, Purpose.SAMPLE))
+
+
+def test_a_rule_of_acceptance_is_tried_with_compiled_passes(zoo: Zoo) -> None:
+    """One that accepts nothing accepts nothing, and neither changes the tokens."""
     outputs, lengths = [], []
-    for accepts in (True, False):
+    for rule in (lossless, accept_nothing):
         engine = make_engine(zoo.path("llama"), zoo.path("llama"), backend=make_back_end("cpu"), num_kv_blocks=64)
-        engine.backend.trees = TorchTrees(engine.backend.sampling, engine.backend.upload)
-        if not accepts:
-            monkeypatch.setattr(_Tree, "children", lambda *_: [])
+        engine.backend.trees = RuledTrees(engine.backend, rule)
         outputs.append(run_all(engine, PROMPTS, [greedy(20, ignore_eos=True)] * len(PROMPTS)))
         lengths.append(engine.metrics().mean_acceptance_length)
         assert isinstance(engine.runner, CompiledRunner)

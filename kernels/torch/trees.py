@@ -14,11 +14,14 @@ way the token is distributed as p.
 
 No residual is stored. With Q_k the q-mass of the first k children, r_k = max(p - s_k q, 0) / m_k, where s_0 = 0, m_0 = 1,
 s_{k+1} = s_k + m_k / (1 - Q_k) and m_{k+1} = sum(max(p - s_{k+1} q, 0)); tokens that were rejected before become 0 by themselves.
+
+A rule of one's own, a function of a `TreeToVerify`, takes the place of both by `RuledTrees`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,11 +30,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from titan.core.arrays import Ints
+from titan.core.checks import is_integer, shown
 from titan.core.growth import main_path_order
 from titan.core.random import Purpose, philox_uniform
 from titan.core.sampling_rows import SamplingRows
 from titan.core.trees import DraftTrees, NodeColumns, Upload, topology
-from titan.kernels.interfaces import Candidates, SamplingOps, Verified
+from titan.kernels.interfaces import Backend, Candidates, SamplingOps, Verified
 from titan.kernels.torch.sampling import draw
 from titan.kernels.tree_places import place_trees, with_draft_probs
 
@@ -57,26 +61,73 @@ class TorchTrees:
         return with_draft_probs(trees, found, self._upload)
 
     def verify(self, logits: Tensor, trees: DraftTrees, rows: Ints, sampling: SamplingRows) -> Verified:
-        probs = self._sampling.probs(logits, sampling.repeat(trees.counts[rows] + 1))
-        token_ids, parents = trees.nodes.token_ids.tolist(), trees.nodes.parents.tolist()
-        seeds, positions = sampling.options["seed"].tolist(), sampling.options["position"].tolist()
-        found = list[_Found]()
-        root_row = 0
-        for i, row in enumerate(rows.tolist()):
-            nodes = slice(int(trees.start_loc[row]), int(trees.start_loc[row + 1]))
-            num_rows = 1 + nodes.stop - nodes.start
-            draft_rows: list[int] = []
-            if trees.is_sampled[row] and trees.draft_rows is not None:
-                draft_rows = trees.draft_rows[nodes.start + row : nodes.stop + row + 1].tolist()
-            p = probs[root_row : root_row + num_rows]
-            tree = _Tree(p, trees.draft_probs, draft_rows, token_ids[nodes], parents[nodes], seeds[i], positions[i])
-            found.append(tree.reject() if draft_rows else tree.match())
-            root_row += num_rows
-        paths = np.full((len(found), max((len(each.path) for each in found), default=0)), -1, np.int32)
-        for path, each in zip(paths, found, strict=True):
-            path[: len(each.path)] = each.path
-        final_tokens = torch.tensor([each.final_token for each in found], dtype=torch.int64, device=logits.device)
-        return Verified(torch.from_numpy(paths).to(logits.device), final_tokens)
+        return _verify_each(lossless, self._sampling, logits, trees, rows, sampling)
+
+
+class RuledTrees:
+    """The tree operations of a back end, but trees are verified by a rule of one's own: one by one, in Python.
+
+    A rule that raises, or returns what is no outcome of its tree, fails the step, which ends all requests in flight.
+
+    Args:
+        backend: its ``trees`` are to be replaced by these.
+        rule: called for each request that emits tokens, whether or not anything was drafted for it.
+    """
+
+    def __init__(self, backend: Backend, rule: AcceptanceRule) -> None:
+        self.rule = rule
+        self._trees, self._sampling = backend.trees, backend.sampling  # not the back end, which would be in a cycle
+
+    def select(self, found: Sequence[Candidates], num_rows: int) -> DraftTrees:
+        return self._trees.select(found, num_rows)
+
+    def verify(self, logits: Tensor, trees: DraftTrees, rows: Ints, sampling: SamplingRows) -> Verified:
+        return _verify_each(self._apply, self._sampling, logits, trees, rows, sampling)
+
+    def _apply(self, tree: TreeToVerify) -> Outcome:
+        outcome = self.rule(tree)
+        if not (isinstance(outcome, Outcome) and tree.allows(outcome)):
+            raise ValueError(
+                f"the acceptance rule returned {shown(outcome)} for a tree with parents={tree.parents}: allowed is an Outcome "
+                f"with a path of nodes from the root down, and a token from 0 to {tree.probs.shape[1] - 1}, or -1 where p is not "
+                f"finite"
+            )
+        return outcome
+
+
+def lossless(tree: TreeToVerify) -> Outcome:
+    """Verify a tree by recursive rejection if its tokens were sampled, else by sample-and-match."""
+    return tree.reject() if tree.draft_rows else tree.match()
+
+
+def _verify_each(
+    rule: AcceptanceRule, ops: SamplingOps, logits: Tensor, trees: DraftTrees, rows: Ints, sampling: SamplingRows
+) -> Verified:
+    """Verify trees one after another; see `titan.kernels.interfaces.TreeOps.verify`."""
+    probs = ops.probs(logits, sampling.repeat(trees.counts[rows] + 1))
+    token_ids, parents = trees.nodes.token_ids.tolist(), trees.nodes.parents.tolist()
+    seeds, positions = sampling.options["seed"].tolist(), sampling.options["position"].tolist()
+    found = list[Outcome]()
+    root_row = 0
+    for i, row in enumerate(rows.tolist()):
+        nodes = slice(int(trees.start_loc[row]), int(trees.start_loc[row + 1]))
+        num_rows = 1 + nodes.stop - nodes.start
+        draft_rows: list[int] = []
+        if trees.is_sampled[row] and trees.draft_rows is not None:
+            draft_rows = trees.draft_rows[nodes.start + row : nodes.stop + row + 1].tolist()
+        num_nodes = sum(token_id >= 0 for token_id in token_ids[nodes])  # the places behind them are empty
+        of_tree, held = slice(root_row, root_row + 1 + num_nodes), slice(nodes.start, nodes.start + num_nodes)
+        tree = TreeToVerify(
+            *(logits[of_tree], probs[of_tree], trees.draft_probs, draft_rows),
+            *(token_ids[held], parents[held], seeds[i], positions[i]),
+        )
+        found.append(rule(tree))
+        root_row += num_rows
+    paths = np.full((len(found), max((len(each.path) for each in found), default=0)), -1, np.int32)
+    for path, each in zip(paths, found, strict=True):
+        path[: len(each.path)] = each.path
+    final_tokens = torch.tensor([each.final_token for each in found], dtype=torch.int64, device=logits.device)
+    return Verified(torch.from_numpy(paths).to(logits.device), final_tokens)
 
 
 def _empty_places(start_loc: Ints) -> NodeColumns[NDArray[Any]]:
@@ -107,23 +158,32 @@ def _best_tree(
     return NodeColumns(token_ids[best], parents, shape.depths, shape.ancestor_bits, scores[best], slots[best])
 
 
-class _Found(NamedTuple):
+class Outcome(NamedTuple):
     """The result of verifying one tree."""
 
-    path: list[int]
-    final_token: int
+    path: list[int]  # accepted nodes, from the root down
+    final_token: int  # the token after them; -1 where p is not finite
 
 
-class _Tree(NamedTuple):
-    """One tree to verify."""
+class TreeToVerify(NamedTuple):
+    """A draft tree with the distributions of target and draft; its nodes are numbered from 0 on, and -1 is the root."""
 
-    probs: Tensor  # float32 [1 + nodes, vocab], p at the root, then at the nodes
+    logits: Tensor  # [1 + nodes, vocab], of the target at the root, then at the nodes, after all options that change logits
+    probs: Tensor  # float32 [1 + nodes, vocab], p: what these become by temperature, top-k, top-p and min-p
     draft_probs: Tensor | None  # float32 [any, vocab], q
     draft_rows: list[int]  # rows of draft_probs for the root, then the nodes; arbitrary at leaves; empty: nothing was sampled
     token_ids: list[int]
     parents: list[int]
     seed: int
     position: int  # position of the token that follows the root
+
+    def p(self, node: int) -> Tensor:
+        """Return the target's distribution of the token after a node, float32 [vocab]; at temperature 0 it is on one token."""
+        return self.probs[1 + node]
+
+    def q(self, node: int) -> Tensor | None:
+        """Return the distribution that the children of a node were sampled from; ``None``: they were not sampled."""
+        return self.draft_probs[self.draft_rows[1 + node]] if self.draft_probs is not None and self.draft_rows else None
 
     def children(self, node: int) -> list[int]:
         return [child for child, parent in enumerate(self.parents) if parent == node]
@@ -135,34 +195,43 @@ class _Tree(NamedTuple):
         uniform = torch.from_numpy(philox_uniform(self.seed, self.position + depth, purpose).reshape(1))
         return int(draw(probs[None], uniform.to(probs.device)))
 
-    def match(self) -> _Found:
+    def allows(self, outcome: Outcome) -> bool:
+        """Whether an outcome is one of this tree."""
+        path, token = outcome
+        steps = pairwise([-1, *path])
+        if not all(node in range(len(self.parents)) and self.parents[node] == parent for parent, node in steps):
+            return False
+        least = 0 if torch.isfinite(self.p(path[-1] if path else -1)[0]) else -1
+        return is_integer(token) and least <= token < self.probs.shape[1]
+
+    def match(self) -> Outcome:
         """Verify by sample-and-match."""
         path: list[int] = []
         while True:
             node = path[-1] if path else -1
-            token = self.sample(self.probs[1 + node], len(path), Purpose.SAMPLE)
+            token = self.sample(self.p(node), len(path), Purpose.SAMPLE)
             child = next((child for child in self.children(node) if self.token_ids[child] == token), None)
             if child is None:
-                return _Found(path, token)
+                return Outcome(path, token)
             path.append(child)
 
-    def reject(self) -> _Found:
+    def reject(self) -> Outcome:
         """Verify by recursive rejection."""
-        assert self.draft_probs is not None, "the tree was sampled"
         path: list[int] = []
         while True:
             node = path[-1] if path else -1
-            p, children = self.probs[1 + node], self.children(node)
+            p, children = self.p(node), self.children(node)
             if not children:  # a leaf: as without speculation
-                return _Found(path, self.sample(p, len(path), Purpose.SAMPLE))
-            q = self.draft_probs[self.draft_rows[1 + node]]
+                return Outcome(path, self.sample(p, len(path), Purpose.SAMPLE))
+            q = self.q(node)
+            assert q is not None, "the tree was sampled"
             accepted, scale = self._try(children, p, q, len(path))
             if accepted is not None:
                 path.append(accepted)
                 continue
             rest = (p - scale * q).clamp(min=0)
             rest = rest if rest.any() else p  # rounding may leave nothing of it
-            return _Found(path, self.sample(rest, len(path), Purpose.RESIDUAL))
+            return Outcome(path, self.sample(rest, len(path), Purpose.RESIDUAL))
 
     def _try(self, children: list[int], p: Tensor, q: Tensor, depth: int) -> tuple[int | None, float]:
         """Return the accepted child, if any, and the scale s of the residual after the rejected ones."""
@@ -177,3 +246,7 @@ class _Tree(NamedTuple):
             scale += mass / left if left > 0 else 0.0  # 0: nothing of q is left to subtract
             tried += q_child
         return None, scale
+
+
+AcceptanceRule = Callable[[TreeToVerify], Outcome]
+"""Decides which nodes of a tree are accepted, and which token follows them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +24,7 @@ from titan.core.sampling_rows import SamplingRows
 from titan.core.trees import EMPTY_TREE, DraftTree, DraftTrees, NodeColumns, chain_parents, topology
 from titan.kernels.cpu.backend import CpuBackend
 from titan.kernels.interfaces import Backend, Candidates
+from titan.kernels.torch.trees import Outcome, RuledTrees, TreeToVerify, lossless
 from titan.kernels.triton.backend import TritonBackend
 
 PLAIN, GREEDY, CUT = (1.0, 0, 1.0, 0.0), (0.0, 0, 1.0, 0.0), (1.3, 6, 0.9, 0.05)
@@ -139,11 +140,6 @@ def test_requests_that_grow_in_other_ways_come_together_and_keep_their_q(backend
 
 
 # Verifying them.
-
-
-class Outcome(NamedTuple):
-    path: list[int]
-    final_token: int
 
 
 @dataclass(frozen=True)
@@ -370,6 +366,23 @@ def test_all_kinds_side_by_side(backend: Backend) -> None:
         num_empty = [(i % 2) * 3 if i in case.verified else 0 for i in range(len(case.trees))]
         found = replace(case, num_empty=num_empty).check(backend)
         assert 3 < sum(bool(each.path) for each in found) < len(found)
+
+
+def test_a_rule_of_ones_own_gets_what_the_back_end_has_without_empty_places(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = mixed_case(4)
+    seen = list[tuple[list[int], list[int]]]()
+
+    def rule(tree: TreeToVerify) -> Outcome:
+        assert len(tree.probs) == len(tree.logits) == 1 + len(tree.parents)
+        seen.append((tree.token_ids, tree.parents))
+        return lossless(tree)
+
+    monkeypatch.setattr(backend, "trees", RuledTrees(backend, rule))
+    replace(case, num_empty=[(i % 2) * 3 if i in case.verified else 0 for i in range(len(case.trees))]).check(backend)
+    trees = [case.trees[row] for row in case.verified]
+    assert seen == [(tree.token_ids.tolist(), tree.parents.tolist()) for tree in trees]
 
 
 def test_requests_without_draft_tokens_sample_as_without_speculation(backend: Backend) -> None:

@@ -22,8 +22,10 @@ from torch import Tensor
 
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
+from titan.core.sampling_rows import SamplingRows
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import EMPTY_TREE, DraftTree
+from titan.kernels.torch.trees import Outcome, RuledTrees
 from titan.verify.accept import accept
 
 BACKEND = make_back_end("torch")
@@ -152,3 +154,32 @@ def test_greedy_rows_without_options_are_not_copied(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("titan.verify.accept.transform_rows", unwanted)
     request = request_of(SamplingParams(temperature=0.0))
     assert run_accept([request], [DraftTree.chain([3])], [2], torch.randn(2, VOCAB_SIZE)).errors == [None]
+
+
+BAD_OUTCOMES: list[Any] = [
+    None,
+    ([0], 1),
+    Outcome([1], 0),  # not a child of the root
+    Outcome([0, 2], 0),
+    Outcome([0, 0], 0),
+    Outcome([-1], 0),
+    Outcome([3], 0),
+    Outcome([], VOCAB_SIZE),
+    Outcome([], 1.0),  # type: ignore[arg-type]
+    Outcome([0, 1], -1),  # p is finite there
+]
+
+
+@pytest.mark.parametrize("outcome", [*BAD_OUTCOMES, Outcome([0, 1], 4), Outcome([2], -1)])
+def test_a_rule_of_ones_own_returns_an_outcome_of_its_tree(outcome: Any) -> None:
+    logits = torch.zeros(4, VOCAB_SIZE)
+    logits[3] = torch.nan
+    trees = host_trees([DraftTree(np.array([2, 3, 4]), np.array([-1, 0, -1]))])
+    ruled = RuledTrees(BACKEND, lambda tree: outcome)
+    sampling = SamplingRows.of([(SamplingParams(), 0, 3)])
+    if outcome in BAD_OUTCOMES:
+        with pytest.raises(ValueError, match=r"the acceptance rule returned .* parents=\[-1, 0, -1\].* token from 0 to 4"):
+            ruled.verify(logits, trees, np.array([0]), sampling)
+    else:
+        verified = ruled.verify(logits, trees, np.array([0]), sampling)
+        assert ([*verified.paths[0].tolist()], verified.final_tokens.tolist()) == (outcome.path, [outcome.final_token])

@@ -32,6 +32,7 @@ from zoo import Zoo
 from titan.adaptive.controller import Controller, Decision
 from titan.adaptive.load import Load
 from titan.core.growth import Worth
+from titan.core.random import Purpose
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import StepPlan
 from titan.core.trees import EMPTY_TREE, DraftTree, DraftTrees
@@ -39,7 +40,7 @@ from titan.draft.base import NoDrafter
 from titan.draft.vocabulary import VocabularyMap
 from titan.engine import Engine
 from titan.kernels.interfaces import Backend, Verified
-from titan.kernels.torch import trees as torch_trees
+from titan.kernels.torch.trees import AcceptanceRule, Outcome, RuledTrees, TreeToVerify, lossless
 from titan.verify import options
 
 VOCAB_SIZE = 8
@@ -272,6 +273,23 @@ def test_how_much_is_drafted_may_depend_on_anything_but_the_sampled_tokens(
     assert (p_value(zoo, sampled, "cuts") > 1e-3) == (watch is None)
 
 
+def first_child(tree: TreeToVerify) -> Outcome:
+    """Takes what was sampled first for good."""
+    path: list[int] = []
+    while children := tree.children(path[-1] if path else -1):
+        path.append(children[0])
+    return Outcome(path, tree.sample(tree.p(path[-1] if path else -1), len(path), Purpose.SAMPLE))
+
+
+@pytest.mark.parametrize("rule", [lossless, first_child])
+def test_a_rule_of_ones_own_is_judged(zoo: Zoo, rule: AcceptanceRule) -> None:
+    def use(engine: Engine) -> None:
+        engine.backend.trees = RuledTrees(engine.backend, rule)
+
+    sampled = sample(zoo, "hot", "shape", draft="eight_other", backend=make_back_end("cpu"), watch=use)
+    assert (p_value(zoo, sampled, "hot") > 1e-3) == (rule is lossless)
+
+
 def careless(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Now and then a draft token is taken for good."""
     verify, num_walks = backend.trees.verify, count()
@@ -301,8 +319,8 @@ def flat_q(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def no_residual(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """The target's p where the residual should be."""
-    attempt = torch_trees._Tree._try
-    monkeypatch.setattr(torch_trees._Tree, "_try", lambda *args: (attempt(*args)[0], 0.0))
+    attempt = TreeToVerify._try
+    monkeypatch.setattr(TreeToVerify, "_try", lambda *args: (attempt(*args)[0], 0.0))
 
 
 def no_paths(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
