@@ -174,6 +174,14 @@ def test_trees_are_shown_after_the_text_and_before_the_speed_with_colours_on_a_t
     assert (ESCAPE in out) == is_colored
 
 
+def test_a_folder_without_a_tokenizer_takes_another_ones(zoo: Zoo, capsys: pytest.CaptureFixture[str]) -> None:
+    bare, options = ["--model", zoo.path("llama"), "--device", "cpu"], ["--dtype", "float32"]
+    assert generate(*bare, *options) == 2
+    assert "the model has no tokenizer: allowed are token ids, or text with tokenizer=..." in capsys.readouterr().err
+    result = generate_json(capsys, *bare, *options, "--tokenizer", zoo.path("llama+text"))
+    assert result["text"] == generate_json(capsys, "--model", zoo.path("llama+text"), *options)["text"] != ""
+
+
 def test_a_drafter_that_found_nothing_has_an_empty_tree(zoo: Zoo, capsys: pytest.CaptureFixture[str]) -> None:
     result = generate_json(capsys, "--model", zoo.path("llama+text"), "--draft-model", "ngram", "--show-tree")
     assert result["trees"][0]["token_ids"] == result["trees"][0]["path"] == []

@@ -61,7 +61,8 @@ REVISION_HELP = "branch, tag or commit of --model on the hub (default: its main 
 SAMPLING_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "max_tokens", "ignore_eos")
 """Options of ``titan generate`` that `SamplingParams` takes under the same names."""
 ENGINE_OPTIONS = (
-    *("dtype", "draft_dtype", "draft_weight_bits", "revision", "model_impl", "trust_remote_code", "device", "num_threads"),
+    *("tokenizer", "revision", "dtype", "draft_dtype", "draft_weight_bits", "model_impl", "trust_remote_code"),
+    *("device", "num_threads"),
     *("warm_up", "speculation", "speculation_target", "max_draft_tokens", "draft_tree", "draft_sampling"),
 )
 """Options of ``titan generate`` that `LLM` takes under the same names."""
@@ -178,6 +179,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add("prompt", help='the text to continue, for example "def quicksort("')
     add("--model", default="demo", help="target: demo, a folder or a hub id (default: demo)")
     add("--draft-model", help="draft: demo, a folder, a hub id, ngram, or none (default: demo with the demo model, else none)")
+    add("--tokenizer", help="folder or hub id of the tokenizer (default: that of --model)")
     add("--revision", help=REVISION_HELP)
     add("--max-tokens", type=int, default=256, help="most tokens to generate (default: 256)")
     add(

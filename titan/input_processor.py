@@ -103,7 +103,9 @@ class InputProcessor:
 
     def _encode(self, prompt: str) -> list[int]:
         if self._tokenizer is None:
-            raise ValueError(f"prompt={shown(prompt)} is text, and the model has no tokenizer: allowed are token ids")
+            raise ValueError(
+                f"prompt={shown(prompt)} is text, and the model has no tokenizer: allowed are token ids, or text with tokenizer=..."
+            )
         _check_characters("prompt", prompt)
         with _refusing("prompt", prompt):
             token_ids: list[int] = self._tokenizer.encode(prompt)
