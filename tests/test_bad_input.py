@@ -421,6 +421,9 @@ def test_terms_that_are_not_allowed(llm: LLM, method: str, prompt: Any) -> None:
         getattr(llm, method)(prompt, timeout_s=-1)
     with raises("priority has 2 entries for 1 prompts"):
         getattr(llm, method)(prompt, priority=["batch", "batch"])
+    own = r"chat_template, .*, request_id" if method == "chat" else "sampling_params, .*request_id"
+    with pytest.raises(TypeError, match=f"no option 'xyz'; allowed: .*{own}, priority"):
+        getattr(llm, method)(prompt, xyz=5)
     with pytest.raises(TypeError, match=r"no option 'timeout' \(did you mean 'timeout_s'\?\)"):
         getattr(llm, method)(prompt, timeout=5)
 

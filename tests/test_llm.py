@@ -127,7 +127,7 @@ def test_the_progress_bar_of_a_call_counts_nobody_elses_tokens(llm: LLM, capsys:
     next(stream)
     llm.generate(PROMPTS[1], greedy(8, ignore_eos=True, use_speculative=False))
     assert next(stream).metrics.mean_acceptance_length > 1
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     assert " 1.00 tokens/step" in capsys.readouterr().err
 
 
@@ -278,7 +278,7 @@ def test_abort_ends_the_completions_that_are_not_even_queued(zoo: Zoo) -> None:
     assert [len(each.token_ids) for each in last.outputs] == [len(first.outputs[0].token_ids), 0, 0, 0]
     stream = llm.stream(PROMPTS[0], greedy(40, ignore_eos=True, n=4))
     next(stream)
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     assert llm.metrics().num_finished_requests == 8, "those of a caller that leaves are aborted as well"
     assert len(llm.generate([PROMPTS[0]], greedy(3, ignore_eos=True), False)[0].outputs[0].token_ids) == 3
 
@@ -492,7 +492,7 @@ def test_metrics_of_what_is_in_flight(llm: LLM, zoo: Zoo) -> None:
     llm.swap_draft(zoo.path("llama~+text"))
     assert any("covers 0% of the running requests" in finding for finding in llm.diagnose())
     for stream in streams:
-        stream.close()  # type: ignore[attr-defined]
+        stream.close()
 
 
 def test_diagnose_names_what_is_slow(zoo: Zoo) -> None:

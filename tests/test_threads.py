@@ -438,7 +438,7 @@ def test_a_forked_process_is_refused(llm: LLM, zoo: Zoo, name: str) -> None:
         message = file.read()
     assert os.waitpid(child, 0) == (child, 0)
     assert message.startswith(f"RuntimeError: process {child} was forked from process {os.getpid()}") and "'spawn'" in message
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
 
 
 def test_a_stream_joins_although_another_caller_keeps_the_queue_full(zoo: Zoo) -> None:

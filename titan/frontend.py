@@ -6,7 +6,7 @@ import logging
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing, nullcontext
 from math import inf
 from typing import Any
@@ -72,7 +72,7 @@ class FrontEnd:
         _say_what_failed(completions)
         return outputs
 
-    def stream(self, prompt: Prompt, params: SamplingParams, terms: RequestTerms) -> Iterator[RequestOutput]:
+    def stream(self, prompt: Prompt, params: SamplingParams, terms: RequestTerms) -> Generator[RequestOutput]:
         """Check the prompt now and run it lazily, with an output whenever a completion has grown, whoever stepped the engine.
 
         Raises:
@@ -118,7 +118,7 @@ class FrontEnd:
                 if num_finished == len(requests):
                     return
 
-    def _stream(self, request: Request) -> Iterator[RequestOutput]:
+    def _stream(self, request: Request) -> Generator[RequestOutput]:
         now = self.engine.scheduler.clock()
         for each in request.family:
             each.metrics.arrival_time = now  # not earlier: a time-out must not run before anybody asks for the output

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from copy import deepcopy
 from os import PathLike, fspath
 from typing import Any, NoReturn, Unpack
@@ -119,7 +119,7 @@ class LLM:
             ValueError: no prompt is allowed, a term is not, a request in flight has the same id, or ``sampling_params`` or a term
                 does not match ``prompts``.
         """
-        return self._generate(as_prompts(prompts), sampling_params, use_tqdm, terms)
+        return self._generate(self.generate, as_prompts(prompts), sampling_params, use_tqdm, terms)
 
     def chat(
         self,
@@ -168,22 +168,23 @@ class LLM:
                 prompts.append(template.render(conversation))
             except ValueError as error:
                 prompts.append(Refusal(str(error)))
-        return self._generate(prompts, sampling_params, use_tqdm, terms)
+        return self._generate(self.chat, prompts, sampling_params, use_tqdm, terms)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **terms: Unpack[TermOptions]
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput]:
         """Generate for one prompt and yield its output when a completion grows: text and tokens so far, complete characters only.
 
         Other requests in flight continue. The request arrives when its first output is asked for, and starts then: no time counts
-        before, and `abort` does not know it yet. Leaving the loop early aborts it. The terms are as in `generate`.
+        before, and `abort` does not know it yet. Closing the generator aborts it, and so does leaving the loop if nothing else
+        holds the generator. The terms are as in `generate`.
 
         Raises:
             TypeError: there is no term of a name.
             ValueError: the prompt or a term is not allowed; or, with the first output, a request in flight has the same id.
         """
         [params] = _as_params_list(self._default_params if sampling_params is None else sampling_params, 1)
-        return self.frontend.stream(prompt, params, *as_terms(1, **terms))
+        return self.frontend.stream(prompt, params, *as_terms(1, self.stream, **terms))
 
     def abort(self, request_id: str | Collection[str]) -> int:
         """End requests in flight, all their completions: their callers get the output so far, with finish_reason "abort".
@@ -265,13 +266,15 @@ class LLM:
 
     def _generate(
         self,
+        method: Callable[..., object],
         prompts: Sequence[Prompt | Refusal],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
         terms: TermOptions,
     ) -> list[RequestOutput]:
         params = _as_params_list(self._default_params if sampling_params is None else sampling_params, len(prompts))
-        return self.frontend.generate(prompts, params, check_bool("use_tqdm", use_tqdm), as_terms(len(prompts), **terms))
+        each = as_terms(len(prompts), method, **terms)
+        return self.frontend.generate(prompts, params, check_bool("use_tqdm", use_tqdm), each)
 
     def diagnose(self) -> list[str]:
         """Check the engine and return, in a sentence each, what limits the last steps and what to change, and what is wrong.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from inspect import Parameter, signature
 from typing import Any, TypedDict, Unpack
 
 from titan.core.checks import as_list, check_choice, check_number, check_options, check_text, option, optional, shown, unknown_names
@@ -60,8 +61,15 @@ class TermOptions(TypedDict, total=False):
     cache_salt: str | Sequence[str | None] | None
 
 
-def as_terms(num_prompts: int, **options: Unpack[TermOptions]) -> list[RequestTerms]:
+def as_terms(
+    num_prompts: int, method: Callable[..., object] | None = None, /, **options: Unpack[TermOptions]
+) -> list[RequestTerms]:
     """Return the terms of each prompt of a call.
+
+    Args:
+        num_prompts: of the call.
+        method: that was called; an error about a name lists its other arguments, too.
+        options: the terms.
 
     Raises:
         TypeError: there is no term of a name.
@@ -69,7 +77,9 @@ def as_terms(num_prompts: int, **options: Unpack[TermOptions]) -> list[RequestTe
     """
     names = tuple(RequestTerms.__dataclass_fields__)
     if unknown := [name for name in options if name not in names]:
-        raise TypeError(unknown_names(unknown, names))
+        arguments = () if method is None else signature(method).parameters.values()
+        others = [each.name for each in arguments if each.kind is not Parameter.VAR_KEYWORD]
+        raise TypeError(unknown_names(unknown, (*others, *names)))
     values: dict[str, Any] = {name: as_list(value) for name, value in options.items()}
     each = {name: value for name, value in values.items() if isinstance(value, Sequence) and not isinstance(value, str | bytes)}
     for name, value in each.items():
