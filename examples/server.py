@@ -30,8 +30,8 @@ class Client(BaseHTTPRequestHandler):
         """Stream completions; the body is an object of the prompt and of options of `SamplingParams`."""
         try:
             options = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            outputs = self.server.llm.stream(options.pop("prompt"), SamplingParams(**options))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            outputs = self.server.llm.stream(options.pop("prompt", None), SamplingParams(**options))
+        except (AttributeError, TypeError, ValueError) as error:
             self.send_error(400, explain=str(error))
             return
         self.begin()

@@ -194,7 +194,12 @@ def test_the_server_streams_and_refuses(served: Served, llm: LLM) -> None:
         own = [line for line in lines if line["index"] == each.index]
         assert "".join(line["text"] for line in own) == each.text
         assert [line["finish_reason"] for line in own if line["finish_reason"]] == [each.finish_reason]
-    for options, reason in (({"prompt": ""}, "no tokens"), ({"top_p": 2}, "top_p=2"), ({"best_of": 2}, "best_of")):
+    for options, reason in (
+        ({"prompt": ""}, "no tokens"),
+        ({"prompt": None}, "prompt=None"),
+        ({"top_p": 2}, "top_p=2"),
+        ({"best_of": 2}, "best_of"),
+    ):
         refusal = served.ask({"prompt": PROMPT} | options)
         assert refusal.status == 400 and reason in refusal.read().decode()
 
