@@ -4,10 +4,10 @@ All three cuts keep the most likely tokens and drop the rest, so each amounts to
 it, or equals it and the token's id is not above a limit (ties are cut by id). A `RowDistributions` holds the logits and these
 numbers; the probability of a token is recomputed where it is needed.
 
-There are two launches. The first reduces the row in chunks to the largest logit, its place, and the sum of weights, where a token's
-weight is ``exp((logit - largest logit) / temperature)``. The second finds the thresholds, one program per row; a row without cuts
-returns at once. It does not read the vocabulary again, but the groups of `GROUP` tokens whose largest logits, which the first
-launch noted, reach a bound that provably drops nothing that is kept: few, unless the distribution is flat.
+There are two launches. The first reduces the row in chunks to the largest logit and the sum of weights, where a token's weight is
+``exp((logit - largest logit) / temperature)``. The second finds the thresholds, one program per row; a row without cuts returns at
+once. It does not read the vocabulary again, but the groups of `GROUP` tokens whose largest logits, which the first launch noted,
+reach a bound that provably drops nothing that is kept: few, unless the distribution is flat.
 
 * The k-th largest logit of all is at least the k-th largest of the groups';
 * the tokens below a bound weigh at most ``GROUP * sum over groups of min(weight of the group's largest, weight at the bound)``,
@@ -19,7 +19,9 @@ A threshold is found by bisection on the bits of a float, taken as an integer, s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -29,23 +31,23 @@ from torch import Tensor
 from titan.kernels.triton.tools import FLOAT_DTYPES, require, require_launchable
 from titan.kernels.triton.upload import ALIGNMENT
 
-CHUNK = 4096
+CHUNK = tl.constexpr(4096)
 """Tokens that a program processes together."""
 
-GROUP = 64
+GROUP = tl.constexpr(64)
 """Tokens per group, of which only the largest logit is kept for the first bound."""
 
-NEAR_TOKENS = 1024
+NEAR_TOKENS = tl.constexpr(1024)
 """Tokens of such groups that a program processes together: few, so that two programs fit on a multiprocessor."""
 
-MAX_CANDIDATES = 2048
+MAX_CANDIDATES = tl.constexpr(2048)
 """Largest number of logits per row that a program bisects in registers."""
 
-NUM_LINEAR_STEPS = 12
+NUM_LINEAR_STEPS = tl.constexpr(12)
 """Number of times that the range of logits is halved to get down to these, unless it is enough sooner; then that of their bits is,
 which comes to an end even if more of them are equal, but takes many steps past 0."""
 
-NUM_BOUND_STEPS = 16
+NUM_BOUND_STEPS = tl.constexpr(16)
 """Number of times the range of all floats is halved: the first bound is within 1 % of the best one."""
 
 
@@ -58,35 +60,15 @@ class RowDistributions:
     """
 
     logits: Tensor  # [R, vocab]
-    peaks: Tensor  # float32 [R], the largest logit; +inf where the row holds NaN
-    scales: Tensor  # float32 [R], 1 / temperature
-    thresholds: Tensor  # float32 [R]
-    last_ties: Tensor  # int32 [R]
+    # float32 [R, 4]: peak, the largest logit, +inf where the row holds NaN; scale, 1 / temperature; threshold; last_tie, which
+    # float32 holds exactly, as it does all integers up to 2 ** 24
+    cuts: Tensor
     chunk_masses: Tensor  # float64 [R, num_chunks], weights of the kept tokens, summed over `CHUNK` of them
 
-    @property
-    def kernel_arguments(self) -> tuple[Tensor | int, ...]:
-        """Arguments of kernels: the logits, their stride, and the five tensors that describe the kept tokens."""
-        return (
-            self.logits,
-            self.logits.stride(0),
-            self.peaks,
-            self.scales,
-            self.thresholds,
-            self.last_ties,
-            self.chunk_masses,
-        )
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Constants of the kernels that take these arguments: the sizes of the vocabulary and of its chunks."""
-        num_chunks = self.chunk_masses.shape[1]
-        return {
-            "VOCAB_SIZE": self.logits.shape[1],
-            "NUM_CHUNKS": num_chunks,
-            "CHUNKS": triton.next_power_of_2(num_chunks),
-            "CHUNK": CHUNK,
-        }
+    def launch(self, kernel: Any, grid: Sequence[int], *arguments: Tensor | int | None) -> None:
+        """Launch a kernel that takes, after these arguments, the logits, their stride, and what describes the kept tokens."""
+        described = self.logits, self.logits.stride(0), self.cuts, self.chunk_masses
+        kernel[grid](*arguments, *described, VOCAB_SIZE=self.logits.shape[1], num_warps=8)
 
 
 @triton.jit
@@ -116,21 +98,19 @@ def is_finite(peak):
 
 
 @triton.jit
-def load_distribution(
-    row,
-    peaks_ptr,  # [R]
-    scales_ptr,  # [R]
-    thresholds_ptr,  # [R]
-    last_ties_ptr,  # [R]
-    chunk_masses_ptr,  # [R, NUM_CHUNKS]
-    NUM_CHUNKS: tl.constexpr,
-    CHUNKS: tl.constexpr,  # NUM_CHUNKS, padded to a power of two
-):
-    """Load one row of a `RowDistributions`: peak, scale, threshold, last tie, and the chunks' masses [CHUNKS]."""
-    chunks = tl.arange(0, CHUNKS)
-    masses = tl.load(chunk_masses_ptr + row * NUM_CHUNKS + chunks, mask=chunks < NUM_CHUNKS, other=0.0)
-    peak, scale = tl.load(peaks_ptr + row), tl.load(scales_ptr + row)
-    return peak, scale, tl.load(thresholds_ptr + row), tl.load(last_ties_ptr + row), masses
+def load_of_chunks(ptr, row, VOCAB_SIZE: tl.constexpr):
+    """Load what the chunks of one row have in a table [R, number of chunks]; 0 past the last, up to a power of two."""
+    NUM_CHUNKS: tl.constexpr = triton.cdiv(VOCAB_SIZE, CHUNK)
+    chunks = tl.arange(0, triton.next_power_of_2(NUM_CHUNKS))
+    return tl.load(ptr + row * NUM_CHUNKS + chunks, mask=chunks < NUM_CHUNKS, other=0.0)
+
+
+@triton.jit
+def load_distribution(row, cuts_ptr, chunk_masses_ptr, VOCAB_SIZE: tl.constexpr):
+    """Load one row of a `RowDistributions`: peak, scale, threshold, last tie, and the chunks' masses."""
+    peak, scale, threshold = tl.load(cuts_ptr + 4 * row), tl.load(cuts_ptr + 4 * row + 1), tl.load(cuts_ptr + 4 * row + 2)
+    last_tie = tl.load(cuts_ptr + 4 * row + 3).to(tl.int32)
+    return peak, scale, threshold, last_tie, load_of_chunks(chunk_masses_ptr, row, VOCAB_SIZE)
 
 
 @triton.jit
@@ -154,17 +134,13 @@ def logit_of(key):
 
 @triton.jit
 def _sum_up_chunks_kernel(
+    chunk_peaks_ptr,  # [R, NUM_CHUNKS]
+    chunk_masses_ptr,  # [R, NUM_CHUNKS]
+    group_peaks_ptr,  # [R, NUM_CHUNKS, CHUNK / GROUP]
     logits_ptr,  # [R, VOCAB_SIZE]
     stride_logits,
     temperature_ptr,  # [R]
-    chunk_peaks_ptr,  # [R, NUM_CHUNKS]
-    chunk_places_ptr,  # [R, NUM_CHUNKS]
-    chunk_masses_ptr,  # [R, NUM_CHUNKS]
-    group_peaks_ptr,  # [R, NUM_CHUNKS, CHUNK / GROUP]
     VOCAB_SIZE: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    GROUP: tl.constexpr,
 ):
     """One program per row and chunk."""
     GROUPS: tl.constexpr = CHUNK // GROUP
@@ -173,39 +149,37 @@ def _sum_up_chunks_kernel(
     logits = load_logits(logits_ptr + row * stride_logits, ids, VOCAB_SIZE)
     group_peaks = tl.max(tl.reshape(logits, (GROUPS, GROUP)), axis=1)
     peak = tl.max(group_peaks, axis=0)
-    place = tl.min(tl.where(logits == peak, ids, VOCAB_SIZE), axis=0)
     mass = tl.zeros((), tl.float64)
     if is_finite(peak):
         weights = weigh(logits, peak, _inverse(tl.load(temperature_ptr + row)))
         mass = tl.sum(weights.to(tl.float64), axis=0)
-    entry = row * NUM_CHUNKS + chunk
+    entry = row * tl.num_programs(1) + chunk
     tl.store(chunk_peaks_ptr + entry, peak)
-    tl.store(chunk_places_ptr + entry, place)
     tl.store(chunk_masses_ptr + entry, mass)
     tl.store(group_peaks_ptr + entry * GROUPS + tl.arange(0, GROUPS), group_peaks)
 
 
 @triton.jit
-def _find_bound(group_peaks, peak, scale, limit, BY_COUNT: tl.constexpr, GROUP: tl.constexpr, NUM_STEPS: tl.constexpr):
+def _find_bound(group_peaks, peak, scale, limit, BY_COUNT: tl.constexpr):
     """Return the key of a bound close to the largest valid one, or of -inf.
 
     By count, at least ``limit`` of the groups' peaks must reach it; else all tokens below it must provably weigh ``limit`` or less.
     """
     group_weights = weigh(group_peaks, peak, scale)
     low, high = key_of(tl.full((), float("-inf"), tl.float32)), key_of(peak)
-    for _ in range(NUM_STEPS):
+    for _ in range(NUM_BOUND_STEPS):
         middle = (low | high) - ((low ^ high) >> 1)  # ceil((low + high) / 2), where the sum may overflow
-        bound = (middle ^ ((middle >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)  # `logit_of`: interpreted calls are slow
+        bound = logit_of(middle)
         if BY_COUNT:
             is_fine = tl.sum((group_peaks >= bound).to(tl.int32), axis=0) >= limit
         else:
-            is_fine = tl.sum(tl.minimum(group_weights, tl.exp((bound - peak) * scale)), axis=0) * GROUP <= limit
+            is_fine = tl.sum(tl.minimum(group_weights, weigh(bound, peak, scale)), axis=0) * GROUP <= limit
         low, high = tl.where(is_fine, middle, low), tl.where(is_fine, high, middle - 1)
     return low
 
 
 @triton.jit
-def _load_near(row_ptr, near_groups_ptr, first, num_near, VOCAB_SIZE: tl.constexpr, NEAR_TOKENS: tl.constexpr, GROUP: tl.constexpr):
+def _load_near(row_ptr, near_groups_ptr, first, num_near, VOCAB_SIZE: tl.constexpr):
     """Load ids and logits, [NEAR_TOKENS] each, of listed groups from the ``first`` on; past the last, ids are too large."""
     tokens = tl.arange(0, NEAR_TOKENS)
     places = first + tokens // GROUP
@@ -226,10 +200,6 @@ def _find_threshold(
     scale,
     BY_COUNT: tl.constexpr,
     VOCAB_SIZE: tl.constexpr,
-    NEAR_TOKENS: tl.constexpr,
-    GROUP: tl.constexpr,
-    MAX_CANDIDATES: tl.constexpr,
-    NUM_LINEAR_STEPS: tl.constexpr,
 ):
     """Return the key of the largest threshold, from ``low`` on, reached by ``wanted`` tokens, or by tokens of that weight.
 
@@ -243,7 +213,7 @@ def _find_threshold(
         threshold = logit_of(middle)
         counts, masses = tl.zeros((NEAR_TOKENS,), tl.int32), tl.zeros((NEAR_TOKENS,), tl.float64)
         for first in range(0, num_near, NEAR_TOKENS // GROUP):
-            _, logits = _load_near(row_ptr, near_groups_ptr, first, num_near, VOCAB_SIZE, NEAR_TOKENS, GROUP)
+            _, logits = _load_near(row_ptr, near_groups_ptr, first, num_near, VOCAB_SIZE)
             counts += (logits >= threshold).to(tl.int32)
             masses += tl.where(logits >= threshold, weigh(logits, peak, scale), 0.0).to(tl.float64)
         count, mass = tl.sum(counts, axis=0), tl.sum(masses, axis=0)
@@ -261,7 +231,7 @@ def _find_threshold(
 
     num_candidates = tl.zeros((), tl.int32)
     for first in range(0, num_near, NEAR_TOKENS // GROUP):
-        _, logits = _load_near(row_ptr, near_groups_ptr, first, num_near, VOCAB_SIZE, NEAR_TOKENS, GROUP)
+        _, logits = _load_near(row_ptr, near_groups_ptr, first, num_near, VOCAB_SIZE)
         is_candidate = ((logits >= logit_of(low)) & (logits < logit_of(high + 1))).to(tl.int32)
         places = num_candidates + tl.cumsum(is_candidate, axis=0) - 1
         tl.store(candidates_ptr + places, logits, mask=(is_candidate > 0) & (places < MAX_CANDIDATES))
@@ -284,27 +254,14 @@ def _find_threshold(
 
 
 @triton.jit
-def _sum_kept(
-    row_ptr,
-    near_groups_ptr,
-    num_near,
-    peak,
-    scale,
-    threshold,
-    num_ties,
-    VOCAB_SIZE: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    NEAR_TOKENS: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+def _sum_kept(row_ptr, near_groups_ptr, num_near, peak, scale, threshold, num_ties, VOCAB_SIZE: tl.constexpr):
     """Return the last of the first ``num_ties`` tokens at the threshold, and the masses of what is kept, by chunks, float64."""
-    chunks = tl.arange(0, CHUNKS)
+    CHUNKS: tl.constexpr = triton.next_power_of_2(triton.cdiv(VOCAB_SIZE, CHUNK))
     num_ties_before = tl.zeros((), tl.int32)
     last_tie = tl.full((), -1, tl.int32)
     masses = tl.zeros((CHUNKS,), tl.float64)
     for first in range(0, num_near, NEAR_TOKENS // GROUP):
-        ids, logits = _load_near(row_ptr, near_groups_ptr, first, num_near, VOCAB_SIZE, NEAR_TOKENS, GROUP)
+        ids, logits = _load_near(row_ptr, near_groups_ptr, first, num_near, VOCAB_SIZE)
         is_tie = (logits == threshold) & (ids < VOCAB_SIZE)
         num_ties_here = tl.sum(is_tie.to(tl.int32), axis=0)
         if num_ties_before + num_ties_here > num_ties:
@@ -315,52 +272,40 @@ def _sum_kept(
         shape: tl.constexpr = (NEAR_TOKENS // GROUP, GROUP)
         group_masses = tl.sum(tl.reshape(weights, shape), axis=1)
         chunks_of_groups = tl.max(tl.reshape(ids, shape), axis=1) // CHUNK
-        is_of_chunk = chunks_of_groups[:, None] == chunks[None, :]
+        is_of_chunk = chunks_of_groups[:, None] == tl.arange(0, CHUNKS)[None, :]
         masses += tl.sum(tl.where(is_of_chunk, group_masses[:, None], 0.0), axis=0)
     return last_tie, masses
 
 
 @triton.jit
 def _cut_rows_kernel(
+    cuts_ptr,  # [R, 4]
+    chunk_peaks_ptr,  # [R, NUM_CHUNKS]
+    chunk_masses_ptr,  # [R, NUM_CHUNKS], in: relative to the chunks' peaks; out: to the row's, of the kept tokens
+    group_peaks_ptr,  # [R, NUM_GROUPS]
+    near_groups_ptr,  # [R, NUM_GROUPS]
+    candidates_ptr,  # [R, MAX_CANDIDATES]
     logits_ptr,  # [R, VOCAB_SIZE]
     stride_logits,
     temperature_ptr,  # [R]
     top_k_ptr,  # [R]
     top_p_ptr,  # [R]
     min_p_ptr,  # [R]
-    chunk_peaks_ptr,  # [R, NUM_CHUNKS]
-    chunk_places_ptr,  # [R, NUM_CHUNKS]
-    chunk_masses_ptr,  # [R, NUM_CHUNKS], in: relative to the chunks' peaks; out: to the row's, of the kept tokens
-    group_peaks_ptr,  # [R, NUM_GROUPS]
-    near_groups_ptr,  # [R, NUM_GROUPS]
-    candidates_ptr,  # [R, MAX_CANDIDATES]
-    peaks_ptr,  # [R]
-    scales_ptr,  # [R]
-    thresholds_ptr,  # [R]
-    last_ties_ptr,  # [R]
     VOCAB_SIZE: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    CHUNKS: tl.constexpr,  # NUM_CHUNKS, padded to a power of two
-    GROUPS: tl.constexpr,  # NUM_GROUPS, padded to a power of two
-    CHUNK: tl.constexpr,
-    NEAR_TOKENS: tl.constexpr,
-    GROUP: tl.constexpr,
-    MAX_CANDIDATES: tl.constexpr,
-    NUM_BOUND_STEPS: tl.constexpr,
-    NUM_LINEAR_STEPS: tl.constexpr,
 ):
     """One program per row."""
+    NUM_CHUNKS: tl.constexpr = triton.cdiv(VOCAB_SIZE, CHUNK)
+    NUM_GROUPS: tl.constexpr = NUM_CHUNKS * (CHUNK // GROUP)
     row = tl.program_id(0).to(tl.int64)
-    chunks = tl.arange(0, CHUNKS)
-    entries = row * NUM_CHUNKS + chunks
-    chunk_peaks = tl.load(chunk_peaks_ptr + entries, mask=chunks < NUM_CHUNKS, other=float("-inf"))
+    row_ptr = logits_ptr + row * stride_logits
+    chunks = tl.arange(0, triton.next_power_of_2(NUM_CHUNKS))
+    chunk_peaks = tl.load(chunk_peaks_ptr + row * NUM_CHUNKS + chunks, mask=chunks < NUM_CHUNKS, other=float("-inf"))
     peak = tl.max(chunk_peaks, axis=0)
     temperature = tl.load(temperature_ptr + row)
     scale = _inverse(temperature)
     threshold = tl.full((), float("-inf"), tl.float32)
     last_tie = tl.full((), VOCAB_SIZE - 1, tl.int32)
-    masses = tl.load(chunk_masses_ptr + entries, mask=chunks < NUM_CHUNKS, other=0.0)
+    masses = load_of_chunks(chunk_masses_ptr, row, VOCAB_SIZE)
 
     if is_finite(peak):
         masses *= tl.exp((chunk_peaks.to(tl.float64) - peak) * scale)
@@ -368,21 +313,22 @@ def _cut_rows_kernel(
         has_top_k, has_top_p = (top_k > 0) & (top_k < VOCAB_SIZE), top_p < 1.0
         if temperature == 0.0:
             threshold = peak
-            places = tl.load(chunk_places_ptr + entries, mask=chunks < NUM_CHUNKS, other=VOCAB_SIZE)
-            last_tie = tl.min(tl.where(chunk_peaks == peak, places, VOCAB_SIZE), axis=0)
-            masses = tl.where(chunks == last_tie // CHUNK, 1.0, 0.0).to(tl.float64)
+            chunk = tl.min(tl.where(chunk_peaks == peak, chunks, NUM_CHUNKS), axis=0)
+            ids = chunk * CHUNK + tl.arange(0, CHUNK)
+            last_tie = tl.min(tl.where(load_logits(row_ptr, ids, VOCAB_SIZE) == peak, ids, VOCAB_SIZE), axis=0)
+            masses = tl.where(chunks == chunk, 1.0, 0.0).to(tl.float64)
         elif has_top_k | has_top_p | (min_p > 0.0):
             total = tl.sum(masses, axis=0)
             lowest = tl.full((), float("-inf"), tl.float32)
             if min_p > 0.0:
                 lowest = peak + tl.log(min_p) / scale
-            groups = tl.arange(0, GROUPS)
+            groups = tl.arange(0, triton.next_power_of_2(NUM_GROUPS))
             is_group = groups < NUM_GROUPS
             group_peaks = tl.load(group_peaks_ptr + row * NUM_GROUPS + groups, mask=is_group, other=float("-inf"))
             if has_top_k:
-                low = _find_bound(group_peaks, peak, scale, top_k, True, GROUP, NUM_BOUND_STEPS)
+                low = _find_bound(group_peaks, peak, scale, top_k, True)
             elif has_top_p:
-                low = _find_bound(group_peaks, peak, scale, (1.0 - top_p) * total, False, GROUP, NUM_BOUND_STEPS)
+                low = _find_bound(group_peaks, peak, scale, (1.0 - top_p) * total, False)
             else:
                 low = key_of(lowest)
             is_near = ((group_peaks >= logit_of(low)) & is_group).to(tl.int32)
@@ -391,38 +337,32 @@ def _cut_rows_kernel(
             tl.store(near_groups_ptr + tl.cumsum(is_near, axis=0) - 1, groups, mask=is_near > 0)
             tl.debug_barrier()  # next, groups listed by other threads are read
 
-            row_ptr = logits_ptr + row * stride_logits
             candidates_ptr += row * MAX_CANDIDATES
             num_ties = tl.full((), VOCAB_SIZE, tl.int32)  # how many of the tokens at the threshold are kept
             if has_top_k:
                 low, count_above, mass_above = _find_threshold(
-                    row_ptr, near_groups_ptr, num_near, candidates_ptr, low, top_k, peak, scale,
-                    True, VOCAB_SIZE, NEAR_TOKENS, GROUP, MAX_CANDIDATES, NUM_LINEAR_STEPS,
-                )  # fmt: skip
+                    row_ptr, near_groups_ptr, num_near, candidates_ptr, low, top_k, peak, scale, True, VOCAB_SIZE
+                )
                 num_ties = top_k - count_above
                 total = mass_above + num_ties * weigh(logit_of(low), peak, scale)
             if has_top_p:
                 target = top_p * total
                 low, _, mass_above = _find_threshold(
-                    row_ptr, near_groups_ptr, num_near, candidates_ptr, low, target, peak, scale,
-                    False, VOCAB_SIZE, NEAR_TOKENS, GROUP, MAX_CANDIDATES, NUM_LINEAR_STEPS,
-                )  # fmt: skip
+                    row_ptr, near_groups_ptr, num_near, candidates_ptr, low, target, peak, scale, False, VOCAB_SIZE
+                )
                 weight = tl.maximum(weigh(logit_of(low), peak, scale).to(tl.float64), 1e-300)
                 num_ties = tl.minimum(tl.ceil((target - mass_above) / weight), VOCAB_SIZE).to(tl.int32)
                 num_ties = tl.maximum(num_ties, 1)
             threshold = logit_of(low)
             num_ties = tl.where(lowest > threshold, VOCAB_SIZE, num_ties)
             threshold = tl.maximum(threshold, lowest)
+            last_tie, masses = _sum_kept(row_ptr, near_groups_ptr, num_near, peak, scale, threshold, num_ties, VOCAB_SIZE)
 
-            last_tie, masses = _sum_kept(
-                row_ptr, near_groups_ptr, num_near, peak, scale, threshold, num_ties, VOCAB_SIZE, CHUNKS, CHUNK, NEAR_TOKENS, GROUP
-            )
-
-    tl.store(peaks_ptr + row, peak)
-    tl.store(scales_ptr + row, scale)
-    tl.store(thresholds_ptr + row, threshold)
-    tl.store(last_ties_ptr + row, last_tie)
-    tl.store(chunk_masses_ptr + entries, masses, mask=chunks < NUM_CHUNKS)
+    tl.store(cuts_ptr + 4 * row, peak)
+    tl.store(cuts_ptr + 4 * row + 1, scale)
+    tl.store(cuts_ptr + 4 * row + 2, threshold)
+    tl.store(cuts_ptr + 4 * row + 3, last_tie.to(tl.float32))
+    tl.store(chunk_masses_ptr + row * NUM_CHUNKS + chunks, masses, mask=chunks < NUM_CHUNKS)
 
 
 def checked_logits(logits: Tensor) -> Tensor:
@@ -459,46 +399,21 @@ def row_distributions(logits: Tensor, *, temperature: Tensor, top_k: Tensor, top
         ValueError: as `checked_logits`.
     """
     logits = checked_logits(logits)
-    device, (num_rows, vocab_size) = logits.device, logits.shape
+    num_rows, vocab_size = logits.shape
     num_chunks = triton.cdiv(vocab_size, CHUNK)
-    num_groups = num_chunks * (CHUNK // GROUP)
-    chunk_peaks = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=device)
-    chunk_places = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=device)
-    chunk_masses = torch.empty(num_rows, num_chunks, dtype=torch.float64, device=device)
-    group_peaks = torch.empty(num_rows, num_groups, dtype=torch.float32, device=device)
-    near_groups = torch.empty(num_rows, num_groups, dtype=torch.int32, device=device)
-    candidates = torch.empty(num_rows, MAX_CANDIDATES, dtype=logits.dtype, device=device)
-    # allocated one by one, so that each is aligned whatever the number of rows: otherwise kernels are recompiled
-    peaks, scales, thresholds = (torch.empty(num_rows, dtype=torch.float32, device=device) for _ in range(3))
-    last_ties = torch.empty(num_rows, dtype=torch.int32, device=device)
-    chunks = (chunk_peaks, chunk_places, chunk_masses, group_peaks)
-    sizes = {"VOCAB_SIZE": vocab_size, "NUM_CHUNKS": num_chunks, "CHUNK": CHUNK, "GROUP": GROUP}
-    _sum_up_chunks_kernel[(num_rows, num_chunks)](logits, logits.stride(0), temperature, *chunks, **sizes, num_warps=8)
+    num_groups = num_chunks * (CHUNK // GROUP).value
+
+    def empty(num_columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(num_rows, num_columns, dtype=dtype, device=logits.device)
+
+    chunk_peaks, chunk_masses, group_peaks = empty(num_chunks), empty(num_chunks, torch.float64), empty(num_groups)
+    found, rows = (chunk_peaks, chunk_masses, group_peaks), (logits, logits.stride(0), temperature)
+    _sum_up_chunks_kernel[(num_rows, num_chunks)](*found, *rows, VOCAB_SIZE=vocab_size, num_warps=8)
+    cuts, near_groups, candidates = empty(4), empty(num_groups, torch.int32), empty(MAX_CANDIDATES.value, logits.dtype)
     _cut_rows_kernel[(num_rows,)](
-        logits,
-        logits.stride(0),
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        *chunks,
-        near_groups,
-        candidates,
-        peaks,
-        scales,
-        thresholds,
-        last_ties,
-        **sizes,
-        NUM_GROUPS=num_groups,
-        CHUNKS=triton.next_power_of_2(num_chunks),
-        GROUPS=triton.next_power_of_2(num_groups),
-        NEAR_TOKENS=NEAR_TOKENS,
-        MAX_CANDIDATES=MAX_CANDIDATES,
-        NUM_BOUND_STEPS=NUM_BOUND_STEPS,
-        NUM_LINEAR_STEPS=NUM_LINEAR_STEPS,
-        num_warps=8,
+        cuts, *found, near_groups, candidates, *rows, top_k, top_p, min_p, VOCAB_SIZE=vocab_size, num_warps=8
     )
-    return RowDistributions(logits, peaks, scales, thresholds, last_ties, chunk_masses)
+    return RowDistributions(logits, cuts, chunk_masses)
 
 
 @triton.jit
@@ -507,15 +422,9 @@ def _probs_kernel(
     addresses_ptr,  # [R]; 0: nowhere
     logits_ptr,  # [R, VOCAB_SIZE]
     stride_logits,
-    peaks_ptr,  # [R]
-    scales_ptr,  # [R]
-    thresholds_ptr,  # [R]
-    last_ties_ptr,  # [R]
+    cuts_ptr,  # [R, 4]
     chunk_masses_ptr,  # [R, NUM_CHUNKS]
     VOCAB_SIZE: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
 ):
     """One program per row and chunk."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -527,9 +436,7 @@ def _probs_kernel(
     else:
         probs_row_ptr = probs_ptr + row * VOCAB_SIZE
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    peak, scale, threshold, last_tie, masses = load_distribution(
-        row, peaks_ptr, scales_ptr, thresholds_ptr, last_ties_ptr, chunk_masses_ptr, NUM_CHUNKS, CHUNKS
-    )
+    peak, scale, threshold, last_tie, masses = load_distribution(row, cuts_ptr, chunk_masses_ptr, VOCAB_SIZE)
     probs = tl.full((CHUNK,), float("nan"), tl.float32)
     if is_finite(peak):
         logits = load_logits(logits_ptr + row * stride_logits, ids, VOCAB_SIZE)
@@ -541,7 +448,7 @@ def _probs_kernel(
 def normalized_probs(distributions: RowDistributions) -> Tensor:
     """Write out the probabilities: float32 [R, vocab], 0 for cut tokens, NaN in rows that cannot be sampled from."""
     probs = torch.empty(distributions.logits.shape, dtype=torch.float32, device=distributions.logits.device)
-    _launch_probs(distributions, probs, None)
+    distributions.launch(_probs_kernel, distributions.chunk_masses.shape, probs, None)
     return probs
 
 
@@ -550,14 +457,9 @@ def write_probs(distributions: RowDistributions, addresses: Tensor) -> None:
 
     By its address, a CUDA graph finds memory that is allocated after it was captured.
     """
-    _launch_probs(distributions, None, addresses)
+    distributions.launch(_probs_kernel, distributions.chunk_masses.shape, None, addresses)
 
 
 def row_bytes(vocab_size: int) -> int:
     """Return the bytes of a row of probabilities."""
     return torch.float32.itemsize * vocab_size
-
-
-def _launch_probs(distributions: RowDistributions, probs: Tensor | None, addresses: Tensor | None) -> None:
-    grid = distributions.chunk_masses.shape
-    _probs_kernel[grid](probs, addresses, *distributions.kernel_arguments, **distributions.sizes, num_warps=8)

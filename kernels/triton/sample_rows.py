@@ -13,21 +13,16 @@ from torch import Tensor
 
 from titan.core.random import Purpose
 from titan.kernels.triton.philox import philox_uniform
-from titan.kernels.triton.row_distribution import (
-    RowDistributions,
-    is_finite,
-    load_distribution,
-    load_logits,
-    weigh_kept,
-)
+from titan.kernels.triton.row_distribution import CHUNK, RowDistributions, is_finite, load_distribution, load_logits, weigh_kept
 
 
 @triton.jit
-def invert_cdf(masses, uniform, SIZE: tl.constexpr):
-    """Return the index of the mass, of [SIZE], that a number in (0, 1) falls on, int32, and how far into it, float64 from 0 to 1.
+def invert_cdf(masses, uniform):
+    """Return the index of the mass, of a power of two, that a number in (0, 1) falls on, int32, and how far into it, 0 to 1.
 
     The mass is never 0, whatever rounding does, as long as there are others.
     """
+    SIZE: tl.constexpr = masses.shape[0]
     places = tl.arange(0, SIZE)
     cdf = tl.cumsum(masses, axis=0)
     height = uniform * tl.sum(masses, axis=0)
@@ -40,37 +35,29 @@ def invert_cdf(masses, uniform, SIZE: tl.constexpr):
     return place, tl.minimum(tl.maximum(part, 0.0), 1.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["purpose"])
 def _sample_kernel(
     tokens_ptr,  # [R]
     seeds_ptr,  # [R]
     positions_ptr,  # [R]
+    purpose,
     logits_ptr,  # [R, VOCAB_SIZE]
     stride_logits,
-    peaks_ptr,  # [R]
-    scales_ptr,  # [R]
-    thresholds_ptr,  # [R]
-    last_ties_ptr,  # [R]
+    cuts_ptr,  # [R, 4]
     chunk_masses_ptr,  # [R, NUM_CHUNKS]
     VOCAB_SIZE: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PURPOSE: tl.constexpr,
 ):
     """One program per row."""
     row = tl.program_id(0).to(tl.int64)
-    peak, scale, threshold, last_tie, masses = load_distribution(
-        row, peaks_ptr, scales_ptr, thresholds_ptr, last_ties_ptr, chunk_masses_ptr, NUM_CHUNKS, CHUNKS
-    )
+    peak, scale, threshold, last_tie, masses = load_distribution(row, cuts_ptr, chunk_masses_ptr, VOCAB_SIZE)
     token = tl.full((), -1, tl.int64)
     if is_finite(peak):
-        uniform = philox_uniform(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), PURPOSE, 0)
-        chunk, part = invert_cdf(masses, uniform, CHUNKS)
+        uniform = philox_uniform(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), purpose, 0)
+        chunk, part = invert_cdf(masses, uniform)
         ids = chunk * CHUNK + tl.arange(0, CHUNK)
         logits = load_logits(logits_ptr + row * stride_logits, ids, VOCAB_SIZE)
         weights = weigh_kept(logits, ids, peak, scale, threshold, last_tie)
-        place, _ = invert_cdf(weights.to(tl.float64), part, CHUNK)
+        place, _ = invert_cdf(weights.to(tl.float64), part)
         token = (chunk * CHUNK + place).to(tl.int64)
     tl.store(tokens_ptr + row, token)
 
@@ -88,6 +75,5 @@ def sample_rows(distributions: RowDistributions, seeds: Tensor, positions: Tenso
         int64 [R]; -1 if the row's largest logit is not finite.
     """
     tokens = torch.empty_like(seeds)
-    arguments = (tokens, seeds, positions, *distributions.kernel_arguments)
-    _sample_kernel[(len(tokens),)](*arguments, **distributions.sizes, PURPOSE=purpose.value, num_warps=8)
+    distributions.launch(_sample_kernel, (len(tokens),), tokens, seeds, positions, purpose.value)
     return tokens

@@ -23,7 +23,15 @@ import triton.language as tl
 from torch import Tensor
 
 from titan.kernels.triton.philox import ACCEPT, RESIDUAL, SAMPLE, philox_uniform
-from titan.kernels.triton.row_distribution import RowDistributions, is_finite, load_distribution, load_logits, weigh_kept
+from titan.kernels.triton.row_distribution import (
+    CHUNK,
+    RowDistributions,
+    is_finite,
+    load_distribution,
+    load_logits,
+    load_of_chunks,
+    weigh_kept,
+)
 from titan.kernels.triton.sample_rows import invert_cdf
 from titan.kernels.triton.tree_walk import NODES, VerifiedTrees, load_tree, store_path
 
@@ -56,26 +64,17 @@ def _first_residuals_kernel(
     draft_rows_ptr,  # [L]
     logits_ptr,  # [L, VOCAB_SIZE]
     stride_logits,
-    peaks_ptr,  # [L]
-    scales_ptr,  # [L]
-    thresholds_ptr,  # [L]
-    last_ties_ptr,  # [L]
+    cuts_ptr,  # [L, 4]
     chunk_masses_ptr,  # [L, NUM_CHUNKS]
     VOCAB_SIZE: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    NODES: tl.constexpr,
 ):
     """One program per sampled tree, its root or one of its nodes, and chunk; nothing is written where there are no children."""
     request, node, chunk = tl.load(sampled_ptr + tl.program_id(0)), tl.program_id(1) - 1, tl.program_id(2)
-    _, parents, root_row = load_tree(request, token_ids_ptr, parents_ptr, start_loc_ptr, NODES)
+    _, parents, root_row = load_tree(request, token_ids_ptr, parents_ptr, start_loc_ptr)
     if tl.sum((parents == node).to(tl.int32), axis=0) == 0:
         return
     row = (root_row + 1 + node).to(tl.int64)
-    peak, scale, threshold, last_tie, masses = load_distribution(
-        row, peaks_ptr, scales_ptr, thresholds_ptr, last_ties_ptr, chunk_masses_ptr, NUM_CHUNKS, CHUNKS
-    )
+    peak, scale, threshold, last_tie, masses = load_distribution(row, cuts_ptr, chunk_masses_ptr, VOCAB_SIZE)
     if not is_finite(peak):
         return
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -83,7 +82,7 @@ def _first_residuals_kernel(
     q_ptr = draft_probs_ptr + tl.load(draft_rows_ptr + row).to(tl.int64) * stride_draft_probs
     inverse_total = (1.0 / tl.sum(masses, axis=0)).to(tl.float32)
     rest = _load_residual(row_ptr, q_ptr, ids, 1.0, peak, scale, threshold, last_tie, inverse_total, VOCAB_SIZE)
-    tl.store(residual_masses_ptr + row * NUM_CHUNKS + chunk, tl.sum(rest.to(tl.float64), axis=0))
+    tl.store(residual_masses_ptr + row * tl.num_programs(2) + chunk, tl.sum(rest.to(tl.float64), axis=0))
 
 
 @triton.jit(do_not_specialize=["max_nodes"])
@@ -103,29 +102,20 @@ def _reject_kernel(
     positions_ptr,  # [L]
     logits_ptr,  # [L, VOCAB_SIZE]
     stride_logits,
-    peaks_ptr,  # [L]
-    scales_ptr,  # [L]
-    thresholds_ptr,  # [L]
-    last_ties_ptr,  # [L]
+    cuts_ptr,  # [L, 4]
     chunk_masses_ptr,  # [L, NUM_CHUNKS]
     VOCAB_SIZE: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    NODES: tl.constexpr,
 ):
     """One program per sampled tree; each iteration of the loop tries one child of the current node."""
     request = tl.load(sampled_ptr + tl.program_id(0))
-    token_ids, parents, root_row = load_tree(request, token_ids_ptr, parents_ptr, start_loc_ptr, NODES)
-    nodes, chunks = tl.arange(0, NODES), tl.arange(0, CHUNKS)
+    token_ids, parents, root_row = load_tree(request, token_ids_ptr, parents_ptr, start_loc_ptr)
+    nodes = tl.arange(0, NODES)
     path = tl.full((NODES,), -1, tl.int32)
     depth = tl.zeros((), tl.int32)
 
     # state of the current node
     row = root_row.to(tl.int64)
-    peak, scale, threshold, last_tie, masses = load_distribution(
-        row, peaks_ptr, scales_ptr, thresholds_ptr, last_ties_ptr, chunk_masses_ptr, NUM_CHUNKS, CHUNKS
-    )
+    peak, scale, threshold, last_tie, masses = load_distribution(row, cuts_ptr, chunk_masses_ptr, VOCAB_SIZE)
     total = tl.sum(masses, axis=0)
     child = tl.min(tl.where(parents == -1, nodes, NODES), axis=0)
     rank = tl.zeros((), tl.int32)
@@ -145,9 +135,7 @@ def _reject_kernel(
             path = tl.where(nodes == depth, child, path)
             depth += 1
             row = (root_row + 1 + child).to(tl.int64)
-            peak, scale, threshold, last_tie, masses = load_distribution(
-                row, peaks_ptr, scales_ptr, thresholds_ptr, last_ties_ptr, chunk_masses_ptr, NUM_CHUNKS, CHUNKS
-            )
+            peak, scale, threshold, last_tie, masses = load_distribution(row, cuts_ptr, chunk_masses_ptr, VOCAB_SIZE)
             total = tl.sum(masses, axis=0)
             child = tl.min(tl.where(parents == child, nodes, NODES), axis=0)
             rank = tl.zeros((), tl.int32)
@@ -161,25 +149,26 @@ def _reject_kernel(
             tried += q
             residual_scale = s.to(tl.float32)
             if rank == 1:
-                masses = tl.load(residual_masses_ptr + row * NUM_CHUNKS + chunks, mask=chunks < NUM_CHUNKS, other=0.0)
+                masses = load_of_chunks(residual_masses_ptr, row, VOCAB_SIZE)
             else:
-                for chunk in range(NUM_CHUNKS):
+                for chunk in range(triton.cdiv(VOCAB_SIZE, CHUNK)):
                     ids = chunk * CHUNK + tl.arange(0, CHUNK)
                     rest = _load_residual(
                         row_ptr, q_ptr, ids, residual_scale, peak, scale, threshold, last_tie, inverse_total, VOCAB_SIZE
                     )
-                    masses = tl.where(chunks == chunk, tl.sum(rest.to(tl.float64), axis=0), masses)
+                    is_chunk = tl.arange(0, masses.shape[0]) == chunk
+                    masses = tl.where(is_chunk, tl.sum(rest.to(tl.float64), axis=0), masses)
             m = tl.sum(masses, axis=0)
             if m == 0.0:
                 m = tl.full((), 1.0, tl.float64)
                 residual_scale = tl.zeros((), tl.float32)
-                masses = tl.load(chunk_masses_ptr + row * NUM_CHUNKS + chunks, mask=chunks < NUM_CHUNKS, other=0.0)
+                masses = load_of_chunks(chunk_masses_ptr, row, VOCAB_SIZE)
 
     final_token = tl.full((), -1, tl.int64)
     if is_finite(peak):
         purpose = tl.where(rank > 0, RESIDUAL, SAMPLE)  # past a leaf, as without speculation
         uniform = philox_uniform(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), purpose, 0)
-        chunk, part = invert_cdf(masses, uniform, CHUNKS)
+        chunk, part = invert_cdf(masses, uniform)
         ids = chunk * CHUNK + tl.arange(0, CHUNK)
         inverse_total = (1.0 / total).to(tl.float32)
         row_ptr = logits_ptr + row * stride_logits
@@ -188,9 +177,9 @@ def _reject_kernel(
             rest = _load_residual(row_ptr, q_ptr, ids, residual_scale, peak, scale, threshold, last_tie, inverse_total, VOCAB_SIZE)
         else:
             rest = _load_probs(row_ptr, ids, peak, scale, threshold, last_tie, inverse_total, VOCAB_SIZE)
-        place, _ = invert_cdf(rest.to(tl.float64), part, CHUNK)
+        place, _ = invert_cdf(rest.to(tl.float64), part)
         final_token = (chunk * CHUNK + place).to(tl.int64)
-    store_path(request, path, final_token, paths_ptr, final_tokens_ptr, max_nodes, NODES)
+    store_path(request, path, final_token, paths_ptr, final_tokens_ptr, max_nodes)
 
 
 def reject_trees(
@@ -214,13 +203,8 @@ def reject_trees(
         seeds: int64 [L], the bits of the uint64 seeds.
         positions: int64 [L], of the token that follows the row, below 2**32.
     """
-    residual_masses = torch.empty_like(distributions.chunk_masses)
-    drafts = (sampled, draft_probs, draft_probs.stride(0), draft_rows)
-    sizes = {**distributions.sizes, "NODES": NODES, "num_warps": 8}
-    max_nodes = trees.paths.shape[1]
-    _first_residuals_kernel[(len(sampled), 1 + max_nodes, residual_masses.shape[1])](
-        residual_masses, trees.token_ids, trees.parents, trees.start_loc, *drafts, *distributions.kernel_arguments, **sizes
-    )
-    _reject_kernel[(len(sampled),)](
-        *trees, max_nodes, residual_masses, *drafts, seeds, positions, *distributions.kernel_arguments, **sizes
-    )
+    residual_masses, max_nodes = torch.empty_like(distributions.chunk_masses), trees.paths.shape[1]
+    drafts = sampled, draft_probs, draft_probs.stride(0), draft_rows
+    grid = len(sampled), 1 + max_nodes, residual_masses.shape[1]
+    distributions.launch(_first_residuals_kernel, grid, residual_masses, *trees[:3], *drafts)
+    distributions.launch(_reject_kernel, grid[:1], *trees, max_nodes, residual_masses, *drafts, seeds, positions)

@@ -38,7 +38,6 @@ def _select_kernel(
     first_nodes_ptr,  # [n]
     num_nodes_ptr,  # [n]
     CANDIDATES: tl.constexpr,  # num_candidates, padded
-    NODES: tl.constexpr,
 ):
     """One program per request."""
     request = tl.program_id(0).to(tl.int64)
@@ -122,6 +121,5 @@ def select_trees(found: Candidates, first_nodes: Tensor, num_nodes: Tensor, node
         first_nodes,
         num_nodes,
         CANDIDATES=next(padded for padded in CANDIDATES if padded >= num_candidates),
-        NODES=NODES,
         num_warps=4,
     )

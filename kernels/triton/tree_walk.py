@@ -15,7 +15,7 @@ from torch import Tensor
 
 from titan.core.limits import MAX_NODES
 
-NODES = MAX_NODES + 1
+NODES = tl.constexpr(MAX_NODES + 1)
 """Padded number of nodes: one program holds a tree in its registers."""
 
 
@@ -37,7 +37,7 @@ class VerifiedTrees(NamedTuple):
 
 
 @triton.jit
-def load_tree(request, token_ids_ptr, parents_ptr, start_loc_ptr, NODES: tl.constexpr):
+def load_tree(request, token_ids_ptr, parents_ptr, start_loc_ptr):
     """Load a request's token ids, int64, and parents, int32, [NODES] each, and its root's row in a table of L = N + S rows.
 
     Past the last node the parent is -2, which is no node.
@@ -51,7 +51,7 @@ def load_tree(request, token_ids_ptr, parents_ptr, start_loc_ptr, NODES: tl.cons
 
 
 @triton.jit
-def store_path(request, path, final_token, paths_ptr, final_tokens_ptr, max_nodes, NODES: tl.constexpr):
+def store_path(request, path, final_token, paths_ptr, final_tokens_ptr, max_nodes):
     """Write one row of `VerifiedTrees`; ``path`` is [NODES]."""
     depths = tl.arange(0, NODES)
     tl.store(paths_ptr + request * max_nodes + depths, path, mask=depths < max_nodes)
@@ -67,11 +67,10 @@ def _walk_kernel(
     final_tokens_ptr,  # [S]
     max_nodes,
     wanted_ptr,  # [L]
-    NODES: tl.constexpr,
 ):
     """One program per request."""
     request = tl.program_id(0)
-    token_ids, parents, root_row = load_tree(request, token_ids_ptr, parents_ptr, start_loc_ptr, NODES)
+    token_ids, parents, root_row = load_tree(request, token_ids_ptr, parents_ptr, start_loc_ptr)
     nodes = tl.arange(0, NODES)
     path = tl.full((NODES,), -1, tl.int32)
     depth = tl.zeros((), tl.int32)
@@ -82,7 +81,7 @@ def _walk_kernel(
         depth += 1
         wanted = tl.load(wanted_ptr + root_row + 1 + child)
         child = tl.min(tl.where((parents == child) & (token_ids == wanted), nodes, NODES), axis=0)
-    store_path(request, path, wanted, paths_ptr, final_tokens_ptr, max_nodes, NODES)
+    store_path(request, path, wanted, paths_ptr, final_tokens_ptr, max_nodes)
 
 
 def walk_matches(trees: VerifiedTrees, wanted: Tensor) -> None:
@@ -92,4 +91,4 @@ def walk_matches(trees: VerifiedTrees, wanted: Tensor) -> None:
         trees: their paths and final tokens are written.
         wanted: int64 [L], the target's tokens. Those below 0 match nothing.
     """
-    _walk_kernel[(len(trees.final_tokens),)](*trees, trees.paths.shape[1], wanted, NODES=NODES, num_warps=1)
+    _walk_kernel[(len(trees.final_tokens),)](*trees, trees.paths.shape[1], wanted, num_warps=1)

@@ -17,12 +17,12 @@ from torch import Tensor
 from titan.core.random import Purpose, philox_uniform
 from titan.kernels.interfaces import Backend
 from titan.kernels.triton import row_distribution
-from titan.kernels.triton.row_distribution import CHUNK, GROUP
 from titan.kernels.triton.sample_rows import sample_rows
 from titan.kernels.triton.tree_walk import VerifiedTrees, walk_matches
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 INF, NAN = torch.inf, torch.nan
+CHUNK, GROUP = row_distribution.CHUNK.value, row_distribution.GROUP.value
 ALL_OPTIONS = list(product((0.0, 0.7, 5.0), (0, 3, 50), (1.0, 0.9, 0.3), (0.0, 0.1)))
 
 
