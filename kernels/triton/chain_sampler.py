@@ -23,6 +23,7 @@ from titan.kernels.triton.chain_trees import Chains, probs_rows
 from titan.kernels.triton.row_distribution import row_bytes, row_distributions, write_probs
 from titan.kernels.triton.sample_rows import sample_rows
 from titan.kernels.triton.sampling import distribution_options
+from titan.kernels.triton.upload import aligned
 
 
 class ChainSampler:
@@ -30,10 +31,11 @@ class ChainSampler:
 
     def __init__(self, backend: Backend, num_requests: int) -> None:
         self._backend = backend
-        dtypes = {"temperature": torch.float32, "top_p": torch.float32, "min_p": torch.float32, "top_k": torch.int32}
-        self._options = {name: torch.zeros(num_requests, dtype=dtype, device=backend.device) for name, dtype in dtypes.items()}
-        self._seeds = torch.zeros(num_requests, dtype=torch.int64, device=backend.device)
-        self.addresses = torch.zeros_like(self._seeds)  # of the q that is written next, for each chain; 0: it is not written
+        width = aligned(num_requests)  # so that each row is aligned
+        self._options = torch.zeros(4, width, dtype=torch.int32, device=backend.device)  # the bits of three floats, and top-k
+        self._longs = torch.zeros(2, width, dtype=torch.int64, device=backend.device)
+        # seeds, and addresses of the q that is written next, for each chain; 0: it is not written
+        self._seeds, self.addresses = self._longs.unbind()
 
     def arrays(self, sampling: SamplingRows, probs: Tensor, rows: Ints) -> list[NDArray[Any]]:
         """Return the options of n chains and addresses of their first q, which `load` takes once they are uploaded.
@@ -45,12 +47,13 @@ class ChainSampler:
         """
         options, vocab_size = distribution_options(sampling, probs.shape[1]), probs.shape[1]
         addresses = np.where(rows < 0, 0, probs.data_ptr() + rows * row_bytes(vocab_size))
-        return [*(options[name] for name in self._options), sampling.options["seed"].view(np.int64), addresses]
+        bits = np.stack([options[name].view(np.int32) for name in ("temperature", "top_p", "min_p", "top_k")])
+        return [bits, np.stack([sampling.options["seed"].view(np.int64), addresses])]
 
     def load(self, uploaded: Sequence[Tensor]) -> None:
         """Load the `arrays` of this step's chains."""
-        for static, values in zip((*self._options.values(), self._seeds, self.addresses), uploaded, strict=True):
-            static[: len(values)].copy_(values)
+        for static, values in zip((self._options, self._longs), uploaded, strict=True):
+            static[:, : values.shape[1]].copy_(values)
 
     def sample(self, logits: Tensor, positions: Tensor) -> Tensor:
         """Sample the tokens of the first n chains: int64 [n], -1 where the largest logit is not finite.
@@ -60,7 +63,9 @@ class ChainSampler:
             positions: int64 [n], of these tokens.
         """
         n = len(logits)
-        distributions = row_distributions(logits, **{name: values[:n] for name, values in self._options.items()})
+        *floats, top_k = self._options[:, :n].unbind()
+        temperature, top_p, min_p = (each.view(torch.float32) for each in floats)
+        distributions = row_distributions(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         write_probs(distributions, self.addresses[:n])
         return sample_rows(distributions, self._seeds[:n], positions, Purpose.DRAFT)
 
