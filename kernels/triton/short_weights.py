@@ -129,7 +129,7 @@ def _short_linear_kernel(
     x_ptr,  # [T, K]
     packed_ptr,  # int8 [N, stride_packed]
     bias_ptr,  # [N], or None
-    sums_ptr,  # float32 [tiles, parts, OUTPUTS, ROWS]
+    sums_ptr,  # float32 [tiles, parts, OUTPUTS, ROWS]; None: inputs are not split
     arrivals_ptr,  # int32 [tiles], zero before and after
     num_rows,
     num_outputs,
@@ -141,7 +141,6 @@ def _short_linear_kernel(
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     ROWS: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
     IS_WHOLE: tl.constexpr,  # whether tiles cover the weight exactly
 ):
     """One program per tile of outputs and part of the inputs; the last of a tile's parts to arrive adds them up in order."""
@@ -165,7 +164,7 @@ def _short_linear_kernel(
         sums += dot(_decode(codes), x)
 
     is_last = True
-    if IS_SPLIT:
+    if sums_ptr is not None:
         parts = sums_ptr + tile * num_parts * OUTPUTS * ROWS + (tl.arange(0, OUTPUTS)[:, None] * ROWS + rows[None, :])
         tl.store(parts + part * OUTPUTS * ROWS, sums)
         tl.debug_barrier()  # all of the part is written before it counts as there
@@ -216,7 +215,7 @@ def short_linear(x: Tensor, packed: Tensor, bias: Tensor | None, arrivals: Tenso
     num_steps = triton.cdiv(num_steps, max(NUM_PROGRAMS // num_tiles, 1))
     num_parts = triton.cdiv(num_inputs, num_steps * tiling.inputs)
     output = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=device)
-    sums = torch.empty(num_tiles * num_parts * tiling.outputs * rows if num_parts > 1 else 0, dtype=torch.float32, device=device)
+    sums = output.new_empty(num_tiles, num_parts, tiling.outputs, rows, dtype=torch.float32) if num_parts > 1 else None
     _short_linear_kernel[(num_tiles, num_parts)](
         output,
         x,
@@ -234,7 +233,6 @@ def short_linear(x: Tensor, packed: Tensor, bias: Tensor | None, arrivals: Tenso
         OUTPUTS=tiling.outputs,
         INPUTS=tiling.inputs,
         ROWS=rows,
-        IS_SPLIT=num_parts > 1,
         IS_WHOLE=not num_outputs % tiling.outputs and not num_inputs % (num_parts * num_steps * tiling.inputs),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
