@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan.core.attention import LayerSpec
+from titan.core.attention import Chunk, LayerSpec, Window
 from titan.kernels.triton.tools import FLOAT_DTYPES
 from titan.kernels.triton.tuning import TileConfig, tile_config
 
@@ -67,12 +67,17 @@ def store_merges(merges_ptr, merges, first_row, num_rows, first_part, num_parts,
     tl.store(record + 3, num_parts, mask=mask)
 
 
+def window_number(window: Window) -> int | None:
+    """Return what kernels take for a window: its size, that of a chunk as a number below 0."""
+    return -window.size if isinstance(window, Chunk) else window
+
+
 @triton.jit
-def window_sizes(positions, window, CHUNKED: tl.constexpr):
-    """Return how many positions tokens attend to, their own included; ``CHUNKED``: from the start of a chunk of ``window``."""
+def window_sizes(positions, window):
+    """Return how many positions tokens attend to, their own included; ``window`` is a `window_number`."""
     sizes = tl.zeros_like(positions) + window
-    if CHUNKED:
-        sizes = positions % window + 1
+    if window < 0:
+        sizes = positions % -window + 1
     return sizes
 
 

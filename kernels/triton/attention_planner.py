@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan.core.attention import Chunk, Window, window_length
+from titan.core.attention import Window, window_length
 from titan.core.limits import MAX_NODES
 from titan.kernels.triton.attention_plan import (
     MERGE_FIELDS,
@@ -30,6 +30,7 @@ from titan.kernels.triton.attention_plan import (
     TileLaunch,
     store_merges,
     store_tiles,
+    window_number,
     window_sizes,
 )
 from titan.kernels.triton.tools import require_launchable
@@ -60,21 +61,19 @@ REFUSED_COST = tl.constexpr(2**40)
 
 
 @triton.jit
-def _first_slots(visible_lens, window, CHUNKED: tl.constexpr):
+def _first_slots(visible_lens, window):
     """Return the first slots that tokens may see; no position is below the last slot that is visible by length."""
     positions = tl.maximum(visible_lens - 1, 0)
-    return tl.maximum(positions + 1 - window_sizes(positions, window, CHUNKED), 0)
+    return tl.maximum(positions + 1 - window_sizes(positions, window), 0)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "window"])
-def _nearest_ancestors_kernel(
-    kept_bits_ptr, ancestor_bits_ptr, positions_ptr, num_tokens, window, CHUNKED: tl.constexpr, BLOCK: tl.constexpr
-):
+def _nearest_ancestors_kernel(kept_bits_ptr, ancestor_bits_ptr, positions_ptr, num_tokens, window, BLOCK: tl.constexpr):
     """Keep as many of the highest bits set as the window has positions: the nearest ancestors, as parents come before children."""
     tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     bits = tl.load(ancestor_bits_ptr + tokens, mask=tokens < num_tokens, other=0)
     positions = tl.load(positions_ptr + tokens, mask=tokens < num_tokens, other=0)
-    sizes = window_sizes(positions, window, CHUNKED)
+    sizes = window_sizes(positions, window)
     kept = tl.zeros_like(bits)
     count = tl.zeros_like(bits)
     for i in range(64):
@@ -142,8 +141,8 @@ def _plan_kernel(
     visible_lens_ptr,  # [T]
     num_requests,
     short_query_len,
-    window,
-    fixed_chunk,
+    window,  # see `window_number`
+    fixed_chunk,  # None: it is chosen
     num_running,  # programs at a time
     num_saturating,  # programs that take all of the memory's bandwidth
     max_parts,
@@ -152,9 +151,6 @@ def _plan_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TREE: tl.constexpr,  # the launch of short queries
-    WINDOWED: tl.constexpr,
-    CHUNKED: tl.constexpr,
-    FIXED: tl.constexpr,
     BLOCK_R: tl.constexpr,
     ITEMS: tl.constexpr,
 ):
@@ -171,15 +167,14 @@ def _plan_kernel(
     seq_lens = tl.load(seq_lens_ptr + requests, mask=num_rows > 0, other=0)
 
     num_slots = seq_lens  # the most that a tile reads
-    if WINDOWED:
+    if window is not None:
         if TREE:
             first_visible_lens = tl.load(visible_lens_ptr + first_tokens, mask=num_rows > 0, other=0)
-            num_slots = seq_lens - _first_slots(first_visible_lens, window, CHUNKED)
+            num_slots = seq_lens - _first_slots(first_visible_lens, window)
         else:
-            num_slots = tl.minimum(seq_lens, window + (BLOCK_M + GROUP - 2) // GROUP)
-    if FIXED:
-        chunk = fixed_chunk
-    else:
+            num_slots = tl.minimum(seq_lens, tl.abs(window) + (BLOCK_M + GROUP - 2) // GROUP)
+    chunk = fixed_chunk
+    if fixed_chunk is None:
         chunk = _choose_chunk(num_tiles, num_slots, num_running, num_saturating, max_parts, NUM_KV_HEADS, BLOCK_M, BLOCK_N)
 
     splits = tl.maximum(tl.cdiv(num_slots, chunk), 1)
@@ -206,9 +201,9 @@ def _plan_kernel(
         rows = tl.minimum(num_rows[:, None] - tile * BLOCK_M, BLOCK_M)
         first_slot = tl.zeros_like(items)
         end_slot = seq_lens[:, None]
-        if WINDOWED:
+        if window is not None:
             visible_lens = tl.load(visible_lens_ptr + first_row // GROUP, mask=is_item, other=0)
-            first_slot = _first_slots(visible_lens, window, CHUNKED)
+            first_slot = _first_slots(visible_lens, window)
         if not TREE:
             end_slot = tl.load(visible_lens_ptr + (first_row + rows - 1) // GROUP, mask=is_item, other=0)
         first_slot = tl.minimum(first_slot + split * chunk, end_slot)
@@ -311,8 +306,8 @@ class TreeAttentionPlan:
             layout.visible_lens,
             num_requests,
             layout.short_query_len,
-            window_length(window),
-            fixed_chunk or 0,
+            window_number(window),
+            fixed_chunk,
             num_running,
             int(SATURATING_PROGRAMS * num_multiprocessors(device)),
             max_parts,
@@ -321,9 +316,6 @@ class TreeAttentionPlan:
             BLOCK_M=block_m,
             BLOCK_N=config.block_n,
             TREE=ancestor_bits is not None,
-            WINDOWED=window is not None,
-            CHUNKED=isinstance(window, Chunk),
-            FIXED=fixed_chunk is not None,
             BLOCK_R=block_r,
             ITEMS=128 * num_warps // block_r,
             num_warps=num_warps,
@@ -334,11 +326,10 @@ class TreeAttentionPlan:
 def _within_window(layout: DeviceLayout, window: Window) -> Tensor:
     """Return ancestor bits without those that the window hides, int64 [T]."""
     bits = layout.ancestor_bits
-    if window is None or (isinstance(window, int) and window > MAX_NODES):
+    number = window_number(window)
+    if number is None or number > MAX_NODES:
         return bits
     kept = torch.empty_like(bits)
     num_tokens, block = len(bits), 256
-    _nearest_ancestors_kernel[(triton.cdiv(num_tokens, block),)](
-        kept, bits, layout.positions, num_tokens, window_length(window), CHUNKED=isinstance(window, Chunk), BLOCK=block
-    )
+    _nearest_ancestors_kernel[(triton.cdiv(num_tokens, block),)](kept, bits, layout.positions, num_tokens, number, BLOCK=block)
     return kept

@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan.core.kv_tensor import kv_planes
-from titan.kernels.triton.tools import FLOAT_DTYPES, require, require_launchable
+from titan.kernels.triton.tools import FLOAT_DTYPES, kv_arguments, require, require_launchable
 
 NUMBERS_PER_PROGRAM = 1024
 """Numbers of several heads of a token that one program writes."""
@@ -102,7 +101,7 @@ def write_kv(kv_layer: Tensor, slots: Tensor, keys: Tensor, values: Tensor | Non
     values = values if values is None or values.stride(-1) == 1 else values.contiguous()
     require("keys", keys, shape=(None, None, None), dtypes=floats, device=device, contiguous=False)
     num_tokens, num_kv_heads, head_dim = keys.shape
-    numbers, scales = kv_planes(kv_layer, head_dim) if kv_layer.dtype == torch.int8 else (kv_layer, None)
+    numbers, scales, kv_strides = kv_arguments(kv_layer, head_dim)
     num_planes = 1 if values is None else 2
     layer_shape, dtypes = (num_planes, num_kv_heads, None, None, head_dim), (keys.dtype, torch.int8)
     require("kv_layer", numbers, shape=layer_shape, dtypes=dtypes, device=device, contiguous=False, is_written=True)
@@ -123,8 +122,7 @@ def write_kv(kv_layer: Tensor, slots: Tensor, keys: Tensor, values: Tensor | Non
         values,
         *keys.stride()[:2],
         *((0, 0) if values is None else values.stride()[:2]),
-        *numbers.stride()[:4],
-        *((0, 0, 0) if scales is None else scales.stride()[:3]),
+        *kv_strides,
         NUM_KV_HEADS=num_kv_heads,
         KEY_DIM=head_dim,
         VALUE_DIM=0 if values is None else values.shape[2],

@@ -12,10 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan.core.kv_tensor import kv_planes
 from titan.kernels.interfaces import TokenPlaces
 from titan.kernels.triton.kv_writes import round_to_int8, row_sizes
-from titan.kernels.triton.tools import FLOAT_DTYPES, narrow, require, require_launchable
+from titan.kernels.triton.tools import FLOAT_DTYPES, kv_arguments, narrow, require, require_launchable
 
 PAIRS_PER_PROGRAM = 512
 """Rotated pairs of one program, over several heads of a token; with four warps, eight bytes of bfloat16 per thread and load."""
@@ -118,17 +117,13 @@ def rope_and_write_kv(
     """
     device, dtype = qkv.device, qkv.dtype
     require_launchable("qkv", device)
-    numbers, scales = kv_layer, None
-    if kv_layer.dtype == torch.int8:
-        numbers, scales = kv_planes(kv_layer, places.rope_table.shape[-1])
-    shape = (2, None, None, None, None)
-    dtypes = (*FLOAT_DTYPES, torch.int8)
+    require("qkv", qkv, shape=(None, None), dtypes=FLOAT_DTYPES, device=device, contiguous=False)
+    numbers, scales, kv_strides = kv_arguments(kv_layer, places.rope_table.shape[-1])
+    shape, dtypes = (2, None, None, None, None), (dtype, torch.int8)
     require("kv_layer", numbers, shape=shape, dtypes=dtypes, device=device, contiguous=False, is_written=True)
     num_kv_heads, _, block_size, head_dim = numbers.shape[1:]
     if head_dim % 2 or not kv_layer.numel():
         raise ValueError(f"kv_layer has shape {list(kv_layer.shape)}: head_dim must be even, and no dimension may be 0")
-    q_dtypes = (kv_layer.dtype,) if scales is None else FLOAT_DTYPES
-    require("qkv", qkv, shape=(None, None), dtypes=q_dtypes, device=device, contiguous=False)
     num_tokens, num_all_heads = len(qkv), qkv.shape[1] // head_dim
     num_heads = num_all_heads - 2 * num_kv_heads
     if num_heads < 1 or qkv.shape[1] % head_dim:
@@ -154,8 +149,7 @@ def rope_and_write_kv(
         qk_norm,
         eps,
         qkv.stride(0),
-        *numbers.stride()[:4],
-        *((0, 0, 0) if scales is None else scales.stride()[:3]),
+        *kv_strides,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,

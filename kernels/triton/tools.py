@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from titan.core.kv_tensor import kv_planes
+
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether kernels of this process run in Triton's interpreter, on the CPU."""
 
@@ -62,6 +64,18 @@ def require(
         raise ValueError(f"{name} has strides {tensor.stride()}: its last dimension must be contiguous")
     if is_written and not contiguous and any(size > 1 and not stride for size, stride in zip(found, tensor.stride(), strict=True)):
         raise ValueError(f"{name} has strides {tensor.stride()}: it is written to, and must not be expanded")
+
+
+def kv_arguments(kv_layer: Tensor, head_dim: int) -> tuple[Tensor, Tensor | None, Sequence[int]]:
+    """Return what kernels take of a layer: its numbers, their scales if they are quantised, and the strides of both.
+
+    These are [planes, K, num_blocks, block_size, D] and [planes, K, num_blocks, block_size]; their last strides, 1, are left out.
+
+    Raises:
+        ValueError: quantised blocks that are not whole slots.
+    """
+    numbers, scales = kv_planes(kv_layer, head_dim) if kv_layer.dtype == torch.int8 else (kv_layer, None)
+    return numbers, scales, [*numbers.stride()[:4], *((0, 0, 0) if scales is None else scales.stride()[:3])]
 
 
 def is_launchable(device: torch.device) -> bool:

@@ -23,133 +23,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan.core.attention import AttentionSpec, Chunk, window_length
-from titan.core.kv_tensor import kv_planes
-from titan.kernels.triton.attention_plan import (
-    MERGE_FIELDS,
-    AttentionGeometry,
-    DeviceLayout,
-    TileLaunch,
-    load_tile,
-    window_sizes,
-)
+from titan.core.attention import AttentionSpec
+from titan.kernels.triton.attention_plan import MERGE_FIELDS, AttentionGeometry, load_tile, window_number, window_sizes
 from titan.kernels.triton.attention_planner import TreeAttentionPlan
-from titan.kernels.triton.tools import FLOAT_DTYPES, dot, narrow, require, require_launchable
+from titan.kernels.triton.tools import FLOAT_DTYPES, dot, kv_arguments, narrow, require, require_launchable
 
-MERGED_PARTS = 16
+MERGED_PARTS = tl.constexpr(16)
 """Parts that are read at a time."""
-ZEROED_NUMBERS = 1024
+ZEROED_NUMBERS = tl.constexpr(1024)
 """Elements of padded rows that are zeroed at a time."""
 MERGE_PROGRAMS_PER_RUNNING_PROGRAM = 4
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 """Scores are computed in powers of two."""
-
-
-@triton.jit
-def _attend(
-    output,  # [BLOCK_M, BLOCK_V], the weighted values of the slots so far
-    largest,  # [BLOCK_M], their largest score
-    total,  # [BLOCK_M], the sum of their weights
-    q,  # [BLOCK_M, BLOCK_D]
-    q_rest,  # [BLOCK_M, BLOCK_REST]
-    first_slot,
-    end_slot,
-    skipped_slot,
-    num_skipped,
-    k_ptr,
-    v_ptr,
-    k_scales_ptr,
-    v_scales_ptr,
-    block_ids_ptr,
-    stride_kv_block,
-    stride_kv_slot,
-    stride_scales_block,
-    scale,
-    softcap,
-    visible_lens,  # [BLOCK_M]
-    hidden_slots,  # [BLOCK_M], the last slot before the window
-    ancestor_bits,  # [BLOCK_M]
-    tree_start,
-    KEY_DIM: tl.constexpr,
-    REST_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    MASKED: tl.constexpr,
-    TREE: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    SOFTCAPPED: tl.constexpr,
-):
-    """Continue over slots ``first_slot`` to ``end_slot``, but for ``num_skipped`` from ``skipped_slot`` on, whole iterations.
-
-    Not ``MASKED``: every row sees all of them.
-    """
-    dims = tl.arange(0, BLOCK_D)
-    value_dims = tl.arange(0, BLOCK_V)
-    for step in range(first_slot, end_slot - num_skipped, BLOCK_N):
-        slots = step + tl.where(step < skipped_slot, 0, num_skipped) + tl.arange(0, BLOCK_N)
-        is_slot = (slots < end_slot) | (not MASKED)  # without masks, iterations are whole
-        block_ids = tl.load(block_ids_ptr + slots // BLOCK_SIZE, mask=is_slot, other=0).to(tl.int64)
-        places = (block_ids * stride_kv_block + slots % BLOCK_SIZE * stride_kv_slot)[:, None]
-        is_loaded = is_slot[:, None]
-        if KEY_DIM != BLOCK_D:
-            is_loaded = is_loaded & (dims[None, :] < KEY_DIM)
-        keys = tl.load(k_ptr + places + dims[None, :], mask=is_loaded, other=0)
-        if k_scales_ptr is not None:
-            keys = narrow(keys.to(tl.float32), q.dtype)
-        scores = dot(q, tl.trans(keys))
-        if REST_DIM > 0:
-            rest_dims = tl.arange(0, BLOCK_REST)
-            is_rest = is_slot[:, None]
-            if REST_DIM != BLOCK_REST:
-                is_rest = is_rest & (rest_dims[None, :] < REST_DIM)
-            rest = tl.load(k_ptr + places + KEY_DIM + rest_dims[None, :], mask=is_rest, other=0)
-            if k_scales_ptr is not None:
-                rest = narrow(rest.to(tl.float32), q.dtype)
-            scores += dot(q_rest, tl.trans(rest))
-        scores = scores * scale
-        if k_scales_ptr is not None:
-            scale_places = block_ids * stride_scales_block + slots % BLOCK_SIZE
-            key_scales = tl.load(k_scales_ptr + scale_places, mask=is_slot, other=0.0)
-            scores = scores * key_scales[None, :]
-        if SOFTCAPPED:
-            scores = softcap * (1 - 2 / (1 + tl.exp2(scores)))
-        if MASKED:
-            is_visible = slots[None, :] < visible_lens[:, None]
-            if WINDOWED:
-                is_visible = is_visible & (slots[None, :] > hidden_slots[:, None])
-            if TREE:
-                nodes = slots - tree_start
-                shifts = tl.minimum(tl.maximum(nodes, 0), 63).to(tl.int64)  # other shifts are undefined
-                is_ancestor = (ancestor_bits[:, None] >> shifts[None, :]) & 1 == 1
-                is_visible = is_visible | (is_ancestor & ((nodes >= 0) & (nodes < 64))[None, :])
-            scores = tl.where(is_visible & is_slot[None, :], scores, float("-inf"))
-        new_largest = tl.maximum(largest, tl.max(scores, axis=1))
-        reference = new_largest
-        if MASKED:
-            reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # a row that has seen nothing yet
-        weights = tl.exp2(scores - reference[:, None])
-        decay = tl.exp2(largest - reference)
-        total = total * decay + tl.sum(weights, axis=1)
-        if v_ptr is not None:
-            is_value = is_slot[:, None]
-            if VALUE_DIM != BLOCK_V:
-                is_value = is_value & (value_dims[None, :] < VALUE_DIM)
-            values = tl.load(v_ptr + places + value_dims[None, :], mask=is_value, other=0)
-            if k_scales_ptr is not None:
-                values = narrow(values.to(tl.float32), q.dtype)
-                weights = weights * tl.load(v_scales_ptr + scale_places, mask=is_slot, other=0.0)[None, :]
-        else:
-            values = keys
-            if k_scales_ptr is not None:
-                weights = weights * key_scales[None, :]
-        output = output * decay[:, None] + dot(narrow(weights, values.dtype), values)
-        largest = new_largest
-    return output, largest, total
 
 
 @triton.jit(do_not_specialize=["stride_block_table", "window"])
@@ -159,10 +45,8 @@ def _attention_kernel(
     part_log_sums_ptr,  # [parts, NUM_KV_HEADS, BLOCK_M]
     q_ptr,  # [T, NUM_KV_HEADS * GROUP, HEAD_DIM]
     sinks_ptr,  # [NUM_KV_HEADS * GROUP], or None
-    k_ptr,  # [NUM_KV_HEADS, blocks, BLOCK_SIZE, HEAD_DIM]
-    v_ptr,  # None: values are the first numbers of keys
-    k_scales_ptr,  # [NUM_KV_HEADS, blocks, BLOCK_SIZE], or None if keys and values are not quantised
-    v_scales_ptr,
+    kv_ptr,  # [planes, NUM_KV_HEADS, blocks, BLOCK_SIZE, HEAD_DIM]; one plane: values are the first numbers of keys
+    scales_ptr,  # [planes, NUM_KV_HEADS, blocks, BLOCK_SIZE], or None if keys and values are not quantised
     tiles_ptr,
     counts_ptr,
     block_table_ptr,  # [R, blocks]
@@ -172,19 +56,20 @@ def _attention_kernel(
     tree_starts_ptr,  # [R]
     stride_q_token,
     stride_q_head,
+    stride_kv,
     stride_kv_head,
     stride_kv_block,
     stride_kv_slot,
+    stride_scales,
     stride_scales_head,
     stride_scales_block,
     stride_block_table,
     scale,
-    softcap,
-    window,
+    softcap,  # None: scores stay
+    window,  # see `window_number`
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    REST_DIM: tl.constexpr,  # numbers at the end of a key that are no part of the value whose first numbers are the key's
     VALUE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -192,10 +77,8 @@ def _attention_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    LATENT: tl.constexpr,  # whether there is one plane
     TREE: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    CHUNKED: tl.constexpr,
-    SOFTCAPPED: tl.constexpr,
 ):
     """One program per tile and KV head, heads innermost, since they share block ids; programs beyond the tiles do nothing."""
     tile = tl.program_id(0) // NUM_KV_HEADS
@@ -211,70 +94,119 @@ def _attention_kernel(
     rows = first_row + tile_rows
     tokens = (rows // GROUP).to(tl.int64)
     heads = kv_head * GROUP + rows % GROUP
+    REST_DIM: tl.constexpr = HEAD_DIM - VALUE_DIM if LATENT else 0  # numbers at the end of a key that are no part of its value
     KEY_DIM: tl.constexpr = HEAD_DIM - REST_DIM
-    dims = tl.arange(0, BLOCK_D)
-    is_loaded = is_row[:, None]
+    dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    is_number = is_row[:, None]
     if KEY_DIM != BLOCK_D:
-        is_loaded = is_loaded & (dims[None, :] < KEY_DIM)
+        is_number = is_number & (dims[None, :] < KEY_DIM)
     q_places = (tokens * stride_q_token + heads * stride_q_head)[:, None]
-    q = tl.load(q_ptr + q_places + dims[None, :], mask=is_loaded, other=0.0)
+    q = tl.load(q_ptr + q_places + dims[None, :], mask=is_number, other=0.0)
     q_rest = q
     if REST_DIM > 0:
         rest_dims = tl.arange(0, BLOCK_REST)
-        is_rest = is_row[:, None] & (rest_dims[None, :] < REST_DIM)
-        q_rest = tl.load(q_ptr + q_places + KEY_DIM + rest_dims[None, :], mask=is_rest, other=0.0)
+        is_number_of_rest = is_row[:, None] & (rest_dims[None, :] < REST_DIM)
+        q_rest = tl.load(q_ptr + q_places + KEY_DIM + rest_dims[None, :], mask=is_number_of_rest, other=0.0)
 
     visible_lens = tl.load(visible_lens_ptr + tokens, mask=is_row, other=0)
-    hidden_slots = visible_lens
-    if WINDOWED:
+    hidden_slots = visible_lens  # the last slots before the window
+    if window is not None:
         positions = tl.load(positions_ptr + tokens, mask=is_row, other=0).to(tl.int32)
-        hidden_slots = positions - window_sizes(positions, window, CHUNKED)
+        hidden_slots = positions - window_sizes(positions, window)
     ancestor_bits = visible_lens
     tree_start = 0
     if TREE:
         ancestor_bits = tl.load(ancestor_bits_ptr + tokens, mask=is_row, other=0)
         tree_start = tl.load(tree_starts_ptr + request)
 
-    k_ptr += kv_head.to(tl.int64) * stride_kv_head
-    if v_ptr is not None:
-        v_ptr += kv_head.to(tl.int64) * stride_kv_head
-    if k_scales_ptr is not None:
-        k_scales_ptr += kv_head.to(tl.int64) * stride_scales_head
-        if v_scales_ptr is not None:
-            v_scales_ptr += kv_head.to(tl.int64) * stride_scales_head
+    kv_ptr += kv_head.to(tl.int64) * stride_kv_head
+    values_ptr = kv_ptr + stride_kv
+    if scales_ptr is not None:
+        scales_ptr += kv_head.to(tl.int64) * stride_scales_head
+        value_scales_ptr = scales_ptr + stride_scales
     block_ids_ptr = block_table_ptr + request.to(tl.int64) * stride_block_table
-    output = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    output = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)  # the weighted values of the slots so far
+    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)  # their largest scores
+    total = tl.zeros([BLOCK_M], tl.float32)  # the sums of their weights
     if sinks_ptr is not None:
         if part < 0:
             largest = tl.load(sinks_ptr + heads, mask=is_row, other=0.0) * LOG2_E
             total = tl.full([BLOCK_M], 1.0, tl.float32)
     # between the window of the last row and the first row's own slot, all rows see all slots
     num_hidden = 0
-    if WINDOWED:
+    if window is not None:
         num_hidden = tl.maximum(tl.max(hidden_slots, axis=0) + 1 - first_slot, 0)
     seen_slot = first_slot + tl.cdiv(num_hidden, BLOCK_N) * BLOCK_N
     in_sight = tl.minimum(tl.load(visible_lens_ptr + first_row // GROUP), end_slot) - seen_slot
     num_seen = tl.maximum(in_sight, 0) // BLOCK_N * BLOCK_N
-    output, largest, total = _attend(
-        output, largest, total, q, q_rest, seen_slot, seen_slot + num_seen, end_slot, 0,
-        k_ptr, v_ptr, k_scales_ptr, v_scales_ptr,
-        block_ids_ptr, stride_kv_block, stride_kv_slot, stride_scales_block, scale, softcap,
-        visible_lens, hidden_slots, ancestor_bits, tree_start,
-        KEY_DIM, REST_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, BLOCK_REST, BLOCK_V, False, TREE, WINDOWED, SOFTCAPPED,
-    )  # fmt: skip
-    output, largest, total = _attend(
-        output, largest, total, q, q_rest, first_slot, end_slot, seen_slot, num_seen,
-        k_ptr, v_ptr, k_scales_ptr, v_scales_ptr,
-        block_ids_ptr, stride_kv_block, stride_kv_slot, stride_scales_block, scale, softcap,
-        visible_lens, hidden_slots, ancestor_bits, tree_start,
-        KEY_DIM, REST_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, BLOCK_REST, BLOCK_V, True, TREE, WINDOWED, SOFTCAPPED,
-    )  # fmt: skip
+    for MASKED in tl.static_range(2):  # first those slots, in whole iterations, then the slots before and after them
+        first, end = seen_slot, seen_slot + num_seen
+        if MASKED:
+            first, end = first_slot, end_slot - num_seen
+        for step in range(first, end, BLOCK_N):
+            start = step
+            if MASKED:
+                start = step + tl.where(step < seen_slot, 0, num_seen)
+            slots = start + tl.arange(0, BLOCK_N)
+            is_slot = (slots < end_slot) | (not MASKED)
+            block_ids = tl.load(block_ids_ptr + slots // BLOCK_SIZE, mask=is_slot, other=0).to(tl.int64)
+            places = (block_ids * stride_kv_block + slots % BLOCK_SIZE * stride_kv_slot)[:, None]
+            is_loaded = is_slot[:, None]
+            if KEY_DIM != BLOCK_D:
+                is_loaded = is_loaded & (dims[None, :] < KEY_DIM)
+            keys = tl.load(kv_ptr + places + dims[None, :], mask=is_loaded, other=0)
+            if scales_ptr is not None:
+                keys = narrow(keys.to(tl.float32), q.dtype)
+            scores = dot(q, tl.trans(keys))
+            if REST_DIM > 0:
+                is_rest = is_slot[:, None]
+                if REST_DIM != BLOCK_REST:
+                    is_rest = is_rest & (rest_dims[None, :] < REST_DIM)
+                rest = tl.load(kv_ptr + places + KEY_DIM + rest_dims[None, :], mask=is_rest, other=0)
+                if scales_ptr is not None:
+                    rest = narrow(rest.to(tl.float32), q.dtype)
+                scores += dot(q_rest, tl.trans(rest))
+            scores = scores * scale
+            if scales_ptr is not None:
+                scale_places = block_ids * stride_scales_block + slots % BLOCK_SIZE
+                key_scales = tl.load(scales_ptr + scale_places, mask=is_slot, other=0.0)
+                scores = scores * key_scales[None, :]
+            if softcap is not None:
+                scores = softcap * (1 - 2 / (1 + tl.exp2(scores)))
+            if MASKED:
+                is_visible = slots[None, :] < visible_lens[:, None]
+                if window is not None:
+                    is_visible = is_visible & (slots[None, :] > hidden_slots[:, None])
+                if TREE:
+                    nodes = slots - tree_start
+                    shifts = tl.minimum(tl.maximum(nodes, 0), 63).to(tl.int64)  # other shifts are undefined
+                    is_ancestor = (ancestor_bits[:, None] >> shifts[None, :]) & 1 == 1
+                    is_visible = is_visible | (is_ancestor & ((nodes >= 0) & (nodes < 64))[None, :])
+                scores = tl.where(is_visible & is_slot[None, :], scores, float("-inf"))
+            new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+            reference = new_largest
+            if MASKED:
+                reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # a row that has seen nothing yet
+            weights = tl.exp2(scores - reference[:, None])
+            decay = tl.exp2(largest - reference)
+            total = total * decay + tl.sum(weights, axis=1)
+            if not LATENT:
+                is_value = is_slot[:, None]
+                if VALUE_DIM != BLOCK_V:
+                    is_value = is_value & (value_dims[None, :] < VALUE_DIM)
+                values = tl.load(values_ptr + places + value_dims[None, :], mask=is_value, other=0)
+                if scales_ptr is not None:
+                    values = narrow(values.to(tl.float32), q.dtype)
+                    weights = weights * tl.load(value_scales_ptr + scale_places, mask=is_slot, other=0.0)[None, :]
+            else:
+                values = keys
+                if scales_ptr is not None:
+                    weights = weights * key_scales[None, :]
+            output = output * decay[:, None] + dot(narrow(weights, values.dtype), values)
+            largest = new_largest
 
     has_seen = total > 0
     output = output / tl.where(has_seen, total, 1.0)[:, None]
-    value_dims = tl.arange(0, BLOCK_V)
     is_stored = is_row[:, None]
     if VALUE_DIM != BLOCK_V:
         is_stored = is_stored & (value_dims[None, :] < VALUE_DIM)
@@ -297,7 +229,7 @@ def _merge_kernel(
     sinks_ptr,  # [NUM_KV_HEADS * GROUP], or None
     merges_ptr,
     counts_ptr,
-    query_start_loc_ptr,  # [num_requests + 1]
+    query_start_loc_ptr,  # [num_requests + 1]; None: this launch does not zero the padded rows
     num_requests,
     num_numbers,  # of the output
     NUM_KV_HEADS: tl.constexpr,
@@ -305,9 +237,6 @@ def _merge_kernel(
     VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    PARTS: tl.constexpr,
-    ZEROED: tl.constexpr,
-    PADDED: tl.constexpr,  # whether this launch zeroes the padded rows
 ):
     """A fixed number of programs shares the rows of all merges, so that a step without merges costs next to nothing."""
     DTYPE: tl.constexpr = output_ptr.dtype.element_ty
@@ -327,8 +256,8 @@ def _merge_kernel(
             if sinks_ptr is not None:
                 largest = tl.load(sinks_ptr + head) * LOG2_E
                 total = tl.full([], 1.0, tl.float32)
-            for first in range(0, num_parts, PARTS):
-                parts = first + tl.arange(0, PARTS)
+            for first in range(0, num_parts, MERGED_PARTS):
+                parts = first + tl.arange(0, MERGED_PARTS)
                 is_part = parts < num_parts
                 places = ((first_part + parts).to(tl.int64) * NUM_KV_HEADS + kv_head) * BLOCK_M + tile_row
                 log_sums = tl.load(part_log_sums_ptr + places, mask=is_part, other=float("-inf"))
@@ -344,12 +273,12 @@ def _merge_kernel(
             output = output / tl.where(total > 0, total, 1.0)
             place = (row // GROUP).to(tl.int64) * TOKEN + head * VALUE_DIM
             tl.store(output_ptr + place + dims, narrow(output, DTYPE), mask=dims < VALUE_DIM)
-    if PADDED:
+    if query_start_loc_ptr is not None:
         first_number = tl.load(query_start_loc_ptr + num_requests).to(tl.int64) * TOKEN
-        first_number += tl.program_id(0) * ZEROED
-        for first in range(first_number, num_numbers, tl.num_programs(0) * ZEROED):
-            numbers = first + tl.arange(0, ZEROED)
-            tl.store(output_ptr + numbers, tl.zeros([ZEROED], DTYPE), mask=numbers < num_numbers)
+        first_number += tl.program_id(0) * ZEROED_NUMBERS
+        for first in range(first_number, num_numbers, tl.num_programs(0) * ZEROED_NUMBERS):
+            numbers = first + tl.arange(0, ZEROED_NUMBERS)
+            tl.store(output_ptr + numbers, tl.zeros([ZEROED_NUMBERS], DTYPE), mask=numbers < num_numbers)
 
 
 def tree_attention(
@@ -369,7 +298,7 @@ def tree_attention(
     require_launchable("plan", device)
     require("q", q, shape=(num_tokens, None, None), dtypes=FLOAT_DTYPES, device=device, contiguous=False)
     num_heads, head_dim = q.shape[1:]
-    numbers, scales = kv_planes(kv_layer, head_dim) if kv_layer.dtype == torch.int8 else (kv_layer, None)
+    numbers, scales, kv_strides = kv_arguments(kv_layer, head_dim)
     shape = (None, None, None, layout.block_size, head_dim)
     require("kv_layer", numbers, shape=shape, dtypes=(q.dtype, torch.int8), device=device, contiguous=False)
     num_planes, num_kv_heads = numbers.shape[:2]
@@ -387,93 +316,58 @@ def tree_attention(
     )
     output = q.new_empty(num_tokens, num_heads * geometry.num_values)
     for launch in plan.launches(geometry, spec.window):
-        _launch(output, q, numbers, scales, layout, geometry, launch, spec, sinks)
+        config, has_nodes, (block_d, block_rest) = launch.config, launch.ancestor_bits is not None, geometry.padded_key_dims
+        results = output, launch.part_outputs, launch.part_log_sums
+        sizes = {
+            "NUM_KV_HEADS": num_kv_heads,
+            "GROUP": geometry.group,
+            "VALUE_DIM": geometry.num_values,
+            "BLOCK_M": config.block_m,
+            "BLOCK_V": geometry.padded_value_dim,
+        }
+        # with a cap, scores are twice the argument of tanh, in powers of two: tanh(x) = 1 - 2 / (1 + e ** 2x)
+        _attention_kernel[(len(launch.tiles) * num_kv_heads,)](
+            *results,
+            q,
+            sinks,
+            numbers,
+            scales,
+            launch.tiles,
+            launch.counts,
+            layout.block_table,
+            layout.positions,
+            layout.visible_lens,
+            launch.ancestor_bits,
+            layout.tree_starts,
+            q.stride(0),
+            q.stride(1),
+            *kv_strides,
+            layout.block_table.stride(0),
+            scale * LOG2_E.value if softcap is None else 2 * scale / softcap * LOG2_E.value,
+            None if softcap is None else softcap * LOG2_E.value,
+            window_number(spec.window),
+            **sizes,
+            HEAD_DIM=head_dim,
+            BLOCK_SIZE=layout.block_size,
+            BLOCK_N=config.block_n,
+            BLOCK_D=block_d,
+            BLOCK_REST=block_rest,
+            LATENT=num_planes == 1,
+            TREE=has_nodes,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+        num_merged = len(launch.merges) * num_kv_heads * config.block_m  # rows
+        num_useful = max(num_merged, triton.cdiv(output.numel(), ZEROED_NUMBERS))
+        _merge_kernel[(min(num_useful, MERGE_PROGRAMS_PER_RUNNING_PROGRAM * launch.num_running),)](
+            *results,
+            sinks,
+            launch.merges,
+            launch.counts,
+            layout.query_start_loc if has_nodes else None,
+            len(layout.tree_starts),
+            output.numel(),
+            **sizes,
+            num_warps=1 if geometry.padded_value_dim <= 128 else 4,  # one warp holds so many parts of a row of 128
+        )
     return output
-
-
-def _launch(
-    output: Tensor,
-    q: Tensor,
-    numbers: Tensor,  # [1 or 2, num_kv_heads, num_blocks, block_size, head_dim]
-    scales: Tensor | None,  # [1 or 2, num_kv_heads, num_blocks, block_size]
-    layout: DeviceLayout,
-    geometry: AttentionGeometry,
-    launch: TileLaunch,
-    spec: AttentionSpec,
-    sinks: Tensor | None,
-) -> None:
-    config = launch.config
-    scale, softcap = spec.scale, spec.softcap
-    has_nodes = launch.ancestor_bits is not None
-    block_d, block_rest = geometry.padded_key_dims
-    # with a cap, scores are twice the argument of tanh, in powers of two: tanh(x) = 1 - 2 / (1 + e ** 2x)
-    _attention_kernel[(len(launch.tiles) * geometry.num_kv_heads,)](
-        output,
-        launch.part_outputs,
-        launch.part_log_sums,
-        q,
-        sinks,
-        *_keys_and_values(numbers),
-        *_keys_and_values(scales),
-        launch.tiles,
-        launch.counts,
-        layout.block_table,
-        layout.positions,
-        layout.visible_lens,
-        launch.ancestor_bits,
-        layout.tree_starts,
-        q.stride(0),
-        q.stride(1),
-        *numbers.stride()[1:4],
-        *((0, 0) if scales is None else scales.stride()[1:3]),
-        layout.block_table.stride(0),
-        scale * LOG2_E.value if softcap is None else 2 * scale / softcap * LOG2_E.value,
-        0.0 if softcap is None else softcap * LOG2_E.value,
-        window_length(spec.window),
-        NUM_KV_HEADS=geometry.num_kv_heads,
-        GROUP=geometry.group,
-        HEAD_DIM=geometry.head_dim,
-        REST_DIM=geometry.num_rest,
-        VALUE_DIM=geometry.num_values,
-        BLOCK_SIZE=geometry.block_size,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_D=block_d,
-        BLOCK_REST=block_rest,
-        BLOCK_V=geometry.padded_value_dim,
-        TREE=has_nodes,
-        WINDOWED=spec.window is not None,
-        CHUNKED=isinstance(spec.window, Chunk),
-        SOFTCAPPED=softcap is not None,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
-    num_merged = len(launch.merges) * geometry.num_kv_heads * config.block_m  # rows
-    num_useful = max(num_merged, triton.cdiv(output.numel(), ZEROED_NUMBERS))
-    _merge_kernel[(min(num_useful, MERGE_PROGRAMS_PER_RUNNING_PROGRAM * launch.num_running),)](
-        output,
-        launch.part_outputs,
-        launch.part_log_sums,
-        sinks,
-        launch.merges,
-        launch.counts,
-        layout.query_start_loc,
-        len(layout.tree_starts),
-        output.numel(),
-        NUM_KV_HEADS=geometry.num_kv_heads,
-        GROUP=geometry.group,
-        VALUE_DIM=geometry.num_values,
-        BLOCK_M=config.block_m,
-        BLOCK_V=geometry.padded_value_dim,
-        PARTS=MERGED_PARTS,
-        ZEROED=ZEROED_NUMBERS,
-        PADDED=has_nodes,
-        num_warps=1 if geometry.padded_value_dim <= 128 else 4,  # one warp holds so many parts of a row of 128
-    )
-
-
-def _keys_and_values(planes: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return the two planes of a layer; ``None`` for what is not there."""
-    if planes is None:
-        return None, None
-    return planes[0], planes[1] if len(planes) == 2 else None
