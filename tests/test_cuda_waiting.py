@@ -225,11 +225,11 @@ UNDRAFTED: dict[str, Any] = {"repetition_penalty": 1.1, "use_speculative": False
     ("draft_tree", "draft_sampling", "temperature", "others", "max_copies"),
     [
         ("chain", "greedy", 0.0, {}, 10),
-        ("auto", "greedy", 0.0, {}, 11),
+        ("auto", "greedy", 0.0, {}, 10),
         ("dynamic", "greedy", 0.8, {}, 20),
         ([-1, -1, 0, 0, 1, 2], "greedy", 0.0, {}, 14),
         ([-1, -1, 0, 0, 1, 2], "sampled", 0.8, {}, 26),
-        ("chain", "auto", 0.8, {}, 12),
+        ("chain", "auto", 0.8, {}, 10),
         ("auto", "sampled", 0.8, {"repetition_penalty": 1.1}, 15),
         ("auto", "sampled", 0.8, UNDRAFTED, 13),
         ("chain", "greedy", 0.0, LOOKING_BACK | UNDRAFTED, 12),

@@ -5,13 +5,12 @@ considers their siblings, with scores. In a step with such beams, greedy chains 
 sampled chains, they are sampled at temperature 0. Siblings along a sampled chain are sampled once it is complete: they are leaves,
 and no pass depends on them. Beams and sampled chains are not mixed.
 
-Legend: n chains; k children of each node that is fed; D depths of the deepest tree; N nodes of all trees.
+Legend: n chains of a plan of R rows; k children of each node that is fed; D depths of the deepest tree; N nodes of all trees.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,8 +23,9 @@ from titan.core.batch import prefix_sums
 from titan.core.growth import BeamSpec, Feed, GrowthSpec, ShapePlan, ShapeSpec
 from titan.core.sampling_params import SamplingParams
 from titan.core.sampling_rows import SamplingRows
-from titan.core.trees import DraftTrees, NodeColumns
+from titan.core.trees import DraftTrees, GrowthReport, NodeColumns, allocate_nodes
 from titan.kernels.interfaces import Candidates
+from titan.kernels.triton.tree_select import select_trees
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -34,12 +34,13 @@ class Chains(NamedTuple):
     """What the host knows of n chains: [n] each, those that go on for longest first."""
 
     rows: Ints  # of the plan
+    start_loc: Ints  # [R + 1], prefix sums of the places of the plan's trees
     roots: Ints  # positions
     num_fed: Ints  # nodes that are fed
     num_nodes: Ints  # places of the trees
     is_greedy: Flags
     is_sampled: Flags  # else, unless it is greedy, a beam
-    temperatures: NDArray[np.float32]  # of beams; 1 for a chain
+    temperatures: NDArray[np.float64]  # of beams; 1 for a chain
     num_children: int  # k
     # how the tokens of chains are sampled, those that follow the roots first; None: no chain is
     sampling: SamplingRows | None
@@ -51,25 +52,35 @@ class Chains(NamedTuple):
         return int(((1 + self.num_fed) * self.is_sampled).sum())
 
     @classmethod
-    def of(cls, feeds: Sequence[Feed], roots: Ints) -> Chains:
+    def of(cls, feeds: Sequence[Feed], roots: Ints, num_rows: int) -> Chains:
         """Collect the chains of feeds with a spec, whose roots have these positions; beams have equal numbers of children."""
         specs = [feed.spec for feed in feeds if feed.spec is not None]
-        is_sampled = np.array([*map(is_sampled_chain, specs)])
-        firsts = zip(specs, (roots + 1).tolist(), strict=True)
-        sampled = [(spec.params or GREEDY, spec.seed, first) for spec, first in firsts if isinstance(spec, ShapeSpec)]
-        plans = [spec.plan for spec in specs if isinstance(spec, ShapeSpec)]
+        num_fed, num_nodes, is_greedy, is_sampled, temperatures = map(np.array, zip(*map(_facts, specs), strict=True))
+        shapes = [spec for spec in specs if isinstance(spec, ShapeSpec)] if is_sampled.any() else []  # beside these, no beams
+        sampled = [(spec.params or GREEDY, spec.seed, root + 1) for spec, root in zip(shapes, roots.tolist(), strict=False)]
+        plans = [spec.plan for spec in shapes]
+        rows, counts = np.array([feed.row for feed in feeds]), np.zeros(num_rows, np.int64)
+        counts[rows] = num_nodes
         return cls(
-            rows=np.array([feed.row for feed in feeds]),
+            rows=rows,
+            start_loc=prefix_sums(counts),
             roots=roots,
-            num_fed=np.array([spec.num_slots for spec in specs]),
-            num_nodes=np.array([spec.num_nodes for spec in specs]),
-            is_greedy=np.array([isinstance(spec, ShapeSpec) for spec in specs]) & ~is_sampled,
+            num_fed=num_fed,
+            num_nodes=num_nodes,
+            is_greedy=is_greedy,
             is_sampled=is_sampled,
-            temperatures=np.array([spec.temperature if isinstance(spec, BeamSpec) else 1 for spec in specs], np.float32),
+            temperatures=temperatures,
             num_children=next((spec.num_children for spec in specs if isinstance(spec, BeamSpec)), 1),
-            sampling=SamplingRows.of(sampled) if is_sampled.any() else None,
+            sampling=SamplingRows.of(sampled) if shapes else None,
             plans=[] if all(plan.shape.is_chain for plan in plans) else plans,
         )
+
+
+def _facts(spec: GrowthSpec) -> tuple[int, int, bool, bool, float]:
+    """Return the five fields of `Chains` from `num_fed` to `temperatures` for one chain."""
+    if isinstance(spec, BeamSpec):
+        return spec.num_slots, spec.num_nodes, False, False, spec.temperature
+    return spec.num_slots, spec.num_nodes, spec.params is None, spec.params is not None, 1.0
 
 
 def children_per_node(spec: GrowthSpec) -> int:
@@ -92,14 +103,14 @@ def is_sampled_chain(spec: GrowthSpec) -> bool:
 def node_columns(chains: Chains) -> list[NDArray[Any]]:
     """Return what the host knows of the nodes of greedy chains, tree by tree in the order of the plan: six arrays of [N].
 
-    The first are indices of their tokens in a table [D, n], the others are parents and so on as in `NodeColumns`.
+    The first are indices of their tokens in a table [n, D], the others are parents and so on as in `NodeColumns`.
     """
     order = np.argsort(chains.rows)
     counts = chains.num_nodes[order]
     above = np.arange(counts.sum()) - np.repeat(prefix_sums(counts)[:-1], counts)  # nodes above each one
     is_leaf = above == np.repeat(counts, counts) - 1
     return [
-        above * len(order) + np.repeat(order, counts),
+        np.repeat(order * (1 + chains.num_fed[0]), counts) + above,
         (above - 1).astype(np.int32),
         above + 1,
         ~(np.int64(-2) << above),
@@ -108,60 +119,69 @@ def node_columns(chains: Chains) -> list[NDArray[Any]]:
     ]
 
 
-def greedy_trees(chains: Chains, num_rows: int, drafted: Tensor, columns: Sequence[Tensor]) -> DraftTrees:
-    """Return greedy chains with tokens int64 [1, D, n, 1]; ``columns`` are those of `node_columns`."""
+def greedy_trees(chains: Chains, drafted: Tensor, columns: Sequence[Tensor], growth: GrowthReport) -> DraftTrees:
+    """Return greedy chains with tokens int64 [1, n, D, 1]; ``columns`` are those of `node_columns`."""
     index, *others = columns
-    counts, nothing = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.bool_)
-    counts[chains.rows] = chains.num_nodes
+    is_chain = chains.start_loc[1:] > chains.start_loc[:-1]
+    nothing = np.zeros(len(is_chain), np.bool_)
     nodes = NodeColumns(drafted.view(-1).index_select(0, index), *others)
-    return DraftTrees(prefix_sums(counts), counts > 0, nothing, nothing, nodes)
+    return DraftTrees(chains.start_loc, is_chain, nothing, nothing, nodes, growth=growth)
 
 
-def child_columns(chains: Chains) -> Sequence[NDArray[Any]]:
+def child_columns(chains: Chains) -> list[NDArray[Any]]:
     """Return what the host knows of the children of all nodes that are fed, and of the roots.
 
-    These are, as in `Candidates`, parent slots and slots; and whether there is no such child in the tree: [n, D * k] each. The
-    last is whether the tree is a greedy chain, [n, 1].
+    These are, as in `Candidates`, parent slots and slots; whether their scores are known, and these: [n, D * k] each. Then where
+    the nodes of each tree begin, and how many places they have: int32 [n] each. If chains are sampled, the last is the
+    `draft_rows` of `DraftTrees`.
     """
-    return _child_columns(chains.num_fed.tobytes(), chains.is_greedy.tobytes(), chains.num_children)
-
-
-@lru_cache(maxsize=64)  # of many steps they are the same
-def _child_columns(num_fed_bytes: bytes, is_greedy_bytes: bytes, k: int) -> tuple[NDArray[Any], ...]:
-    num_fed = np.frombuffer(num_fed_bytes, np.int64)[:, None, None]
-    is_greedy = np.frombuffer(is_greedy_bytes, np.bool_)[:, None, None]
-    above, ranks = np.arange(1 + num_fed[0, 0, 0])[:, None], np.arange(k)  # nodes above each child, and siblings before it
-    parent_slots = np.broadcast_to(above - 1, (len(num_fed), len(above), k))
+    n, num_fed, is_greedy = len(chains.rows), chains.num_fed[:, None, None], chains.is_greedy[:, None, None]
+    above, ranks = np.arange(1 + chains.num_fed[0])[:, None], np.arange(chains.num_children)  # nodes above each, siblings before it
+    parent_slots = np.broadcast_to(above - 1, (n, len(above), len(ranks)))
     slots = np.where((ranks == 0) & (above < num_fed), above, -1)
     is_missing = (above > num_fed) | (is_greedy & (ranks > 0))
-    return *(column.reshape(len(num_fed), -1) for column in (parent_slots, slots, is_missing)), is_greedy[:, 0]
+    scores = np.where(is_missing, -np.inf, 0).astype(np.float32)
+    first_nodes = chains.start_loc[chains.rows]
+    return [
+        *(column.reshape(n, -1) for column in (parent_slots, slots, is_missing | is_greedy, scores)),
+        first_nodes.astype(np.int32),
+        chains.num_nodes.astype(np.int32),
+        *([] if chains.sampling is None else [_draft_rows(chains, first_nodes + chains.rows)]),
+    ]
 
 
-def candidates(chains: Chains, drafted: Tensor, columns: Sequence[Tensor], probs: Tensor | None) -> Candidates:
-    """Return the children found, int64 [2, D, n, k], as candidates.
+def _draft_rows(chains: Chains, firsts: Ints) -> NDArray[np.int32]:
+    """Return `DraftTrees.draft_rows` of sampled chains, whose entries begin at ``firsts``: [n]."""
+    counts = 1 + chains.num_nodes
+    owners = np.repeat(np.arange(len(counts)), counts)
+    depths = np.arange(len(owners)) - prefix_sums(counts)[owners]  # 0 for the root
+    found = np.zeros(int(chains.start_loc[-1]) + len(chains.start_loc) - 1, np.int32)
+    found[firsts[owners] + depths] = probs_rows(chains)[owners, np.minimum(depths, chains.num_fed[owners])]
+    return found
+
+
+def scored_trees(
+    chains: Chains, drafted: Tensor, columns: Sequence[Tensor], probs: Tensor | None, growth: GrowthReport
+) -> DraftTrees:
+    """Choose trees from the children found.
 
     Args:
         chains: of a step.
-        drafted: tokens, and the bits of their scores.
+        drafted: int64 [2, n, D, k], tokens, and the bits of their scores.
         columns: those of `child_columns`.
         probs: the q of sampled chains, whose rows are those of `probs_rows`.
+        growth: of the trees.
     """
-    parent_slots, slots, is_missing, is_greedy = columns
-    token_ids, bits = drafted.transpose(1, 2).contiguous().flatten(2)
-    scores = bits.int().view(torch.float32).masked_fill(is_greedy, 0.0).masked_fill(is_missing, float("-inf"))
+    parent_slots, slots, is_known, known_scores, first_nodes, num_nodes, *draft_rows = columns
+    token_ids, bits = drafted.flatten(2)
+    scores = torch.where(is_known, known_scores, bits.int().view(torch.float32))
     is_chain = chains.is_greedy | chains.is_sampled
-    return Candidates(
-        rows=chains.rows,
-        num_nodes=chains.num_nodes,
-        is_chain=is_chain,
-        has_scores=~is_chain,
-        token_ids=token_ids,
-        scores=scores,
-        parent_slots=parent_slots,
-        slots=slots,
-        probs=probs,
-        probs_rows=None if probs is None else probs_rows(chains),
-    )
+    found = Candidates(chains.rows, chains.num_nodes, is_chain, ~is_chain, token_ids, scores, parent_slots, slots)
+    nodes = allocate_nodes(int(chains.start_loc[-1]), token_ids.device)
+    select_trees(found, first_nodes, num_nodes, nodes)
+    flags = np.zeros((3, len(chains.start_loc) - 1), np.bool_)
+    flags[:, chains.rows] = is_chain, chains.is_sampled, ~is_chain
+    return DraftTrees(chains.start_loc, flags[0], flags[1], flags[2], nodes, probs, draft_rows[0] if draft_rows else None, growth)
 
 
 def probs_rows(chains: Chains) -> Ints:

@@ -8,7 +8,7 @@ Legend: n chains, D depths and k children of each node as in `chain_trees`; R re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -31,17 +31,18 @@ from titan.kernels.triton.attention_plan import DeviceLayout
 from titan.kernels.triton.chain_sampler import ChainSampler
 from titan.kernels.triton.chain_trees import (
     Chains,
-    candidates,
     child_columns,
     children_per_node,
     greedy_trees,
     is_sampled_chain,
     node_columns,
     probs_rows,
+    scored_trees,
 )
 from titan.kernels.triton.cuda_graphs import Replays
 from titan.kernels.triton.pass_inputs import BlockTables
 from titan.kernels.triton.row_distribution import row_bytes
+from titan.kernels.triton.upload import aligned
 
 MAX_DEPTHS = 8
 """Most depths of one graph; a longer chain is several replays, whose launches cost little beside that many passes."""
@@ -143,13 +144,18 @@ class DraftChains:
             return torch.zeros(shape, dtype=dtype, device=backend.device)
 
         most = request_counts[-1]
-        self._next_slots, self._num_left = zeros(most), zeros(most)
+        # the state of all chains, loaded in one copy; scores are those of the nodes that are fed next
+        self._state = zeros(4, aligned(4 * most) // 4)
+        self._next_slots, self._num_left = self._state[:2]
+        self._temperatures, self._scores = self._state[2:].view(torch.float32)
+        self._temperatures.fill_(1)
         self._token_ids, self._positions, self._slot_mapping, self._no_bits = (zeros(most, dtype=torch.int64) for _ in range(4))
         self._visible_lens, self._seq_lens, self._no_trees = (zeros(most) for _ in range(3))
         self._query_start_loc = zeros(most + 1)
-        # of the nodes that are fed next; of all requests
-        self._scores, self._temperatures = zeros(most, dtype=torch.float32), zeros(most, dtype=torch.float32).fill_(1)
         self._sampler = ChainSampler(backend, most)
+        # what the host knows of the trees, on the device; of many steps in a row it is the same
+        self._known: Hashable = None
+        self._columns = list[Tensor]()
 
     def can_grow(self, feeds: Sequence[Feed]) -> bool:
         """Whether there are trees to grow, all along one chain, within the bounds of the graphs.
@@ -175,26 +181,23 @@ class DraftChains:
         batch = root_batch(ordered, self._kv.block_size)
         root_logits = forward(batch)
         growing, layout = ordered[: len(root_logits)], batch.attention
-        chains = Chains.of(growing, layout.seq_lens[: len(growing)] - 1)
+        chains = Chains.of(growing, layout.seq_lens[: len(growing)] - 1, num_rows)
         self._check(growing, chains.roots + chains.num_fed)
         if not self._tables.holds(layout.block_table):  # the pass over the roots was too large for a graph
             self._tables.load(layout.block_table, *self._backend.upload([layout.block_table.astype(np.int32)]))
         choice = self._choice(chains.num_children, chains.sampling is not None, vocab_size)
-        if choice.has_scores:
-            probs = root_logits.new_empty(chains.num_probs, vocab_size, dtype=torch.float32) if choice.is_sampled else None
-            drafted, columns = self._draft(root_logits, chains, choice, child_columns(chains), probs)
-            if probs is not None and chains.plans:
-                children = self._sampler.with_siblings(chains, drafted, probs)
-                found = shape_candidates(chains.rows, chains.plans, children, self._backend)
-                found = replace(found, probs=probs, probs_rows=probs_rows(chains))
-            else:
-                found = candidates(chains, drafted, columns, probs)
-            trees = self._backend.trees.select([found], num_rows)
-        else:
-            drafted, columns = self._draft(root_logits, chains, choice, node_columns(chains))
-            trees = greedy_trees(chains, num_rows, drafted, columns)
+        probs = root_logits.new_empty(chains.num_probs, vocab_size, dtype=torch.float32) if choice.is_sampled else None
+        drafted = self._draft(root_logits, chains, choice, probs)
         passes, rows = 1 + int(chains.num_fed[0]), len(batch.token_ids) + int(chains.num_fed.sum())
-        return replace(trees, growth=GrowthReport(passes, rows, None, np.full(num_rows, np.nan, np.float32)))
+        growth = GrowthReport(passes, rows, None, np.full(num_rows, np.nan, np.float32))
+        if probs is not None and chains.plans:
+            children = self._sampler.with_siblings(chains, drafted.transpose(1, 2).contiguous(), probs)
+            found = shape_candidates(chains.rows, chains.plans, children, self._backend)
+            found = replace(found, probs=probs, probs_rows=probs_rows(chains))
+            return replace(self._backend.trees.select([found], num_rows), growth=growth)
+        if choice.has_scores:
+            return scored_trees(chains, drafted, self._columns, probs, growth)
+        return greedy_trees(chains, drafted, self._columns, growth)
 
     def warm_up(self, specs: Sequence[GrowthSpec], vocab_size: int) -> list[Callable[[], object]]:
         """Return recordings of all graphs that trees up to these need, the largest first; ``vocab_size`` as in `grow`."""
@@ -211,44 +214,46 @@ class DraftChains:
         """Return the choice in trees of a vocabulary; q is over all of it, even if the draft has fewer tokens."""
         return Choice(num_children, is_sampled, vocab_size if is_sampled else min(vocab_size, self._model.config.vocab_size))
 
-    def _draft(
-        self,
-        root_logits: Tensor,
-        chains: Chains,
-        choice: Choice,
-        columns: Sequence[NDArray[Any]],
-        probs: Tensor | None = None,
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Return the children of all roots and of the nodes fed, as `_choose` does, and the columns on the device.
+    def _draft(self, root_logits: Tensor, chains: Chains, choice: Choice, probs: Tensor | None) -> Tensor:
+        """Return the children of all roots and of the nodes fed, as `_choose` does: int64 [1 or 2, n, D, k].
 
-        The first is int64 [1 or 2, D, n, k]. Which children are there follows from the lengths of the chains. The q of sampled
-        chains are written to ``probs``.
+        Which of them are there follows from the lengths of the chains. The q of sampled chains are written to ``probs``.
         """
         n, num_fed = len(root_logits), int(chains.num_fed[0])
         sizes = self._sizes(n, num_fed, choice)
         for size in sizes:
             self._record(size)
-        sampling = list[NDArray[Any]]()
-        if chains.sampling is not None and probs is not None:
-            sampling = self._sampler.arrays(chains.sampling, probs, probs_rows(chains)[:, 0])
-        of_chains = [(chains.roots + 1).astype(np.int32), chains.num_fed.astype(np.int32), chains.temperatures]
-        slots, left, temperatures, *uploaded = self._backend.upload([*of_chains, *columns, *sampling])
-        self._next_slots[:n].copy_(slots)
-        self._num_left.zero_()[:n].copy_(left)
-        if choice.has_scores:
-            self._temperatures[:n].copy_(temperatures)
-            self._scores.zero_()
-        if sampling:
-            self._sampler.load(uploaded[len(columns) :])
+        self._load(chains, choice, probs)
         of_roots = self._choose(root_logits, choice)
-        drafted = of_roots.new_empty(len(of_roots), 1 + num_fed, n, choice.num_children)
-        drafted[:, 0] = of_roots
+        drafted = of_roots.new_empty(len(of_roots), n, 1 + num_fed, choice.num_children)
+        drafted[:, :, 0] = of_roots
         depth = 1
         for size in sizes:
             found = self._replays.run(size, partial(self._feed, size), size.num_depths)
-            drafted[:, depth : depth + size.num_depths] = found[:, :, :n]
+            drafted[:, :, depth : depth + size.num_depths] = found[:, :, :n].transpose(1, 2)
             depth += size.num_depths
-        return drafted, uploaded[: len(columns)]
+        return drafted
+
+    def _load(self, chains: Chains, choice: Choice, probs: Tensor | None) -> None:
+        """Load the state of the chains and, unless it is there from the last step, what the host knows of the trees."""
+        state = np.zeros(self._state.shape, np.int32)
+        (next_slots, num_left), (temperatures, _) = state[:2], state[2:].view(np.float32)
+        n = len(chains.rows)
+        next_slots[:n], num_left[:n] = chains.roots + 1, chains.num_fed
+        temperatures[:n], temperatures[n:] = chains.temperatures, 1
+        sampling = list[NDArray[Any]]()
+        if chains.sampling is not None and probs is not None:
+            sampling = self._sampler.arrays(chains.sampling, probs, probs_rows(chains)[:, 0])
+        known = choice, *(each.tobytes() for each in (chains.rows, chains.start_loc, chains.num_fed, chains.is_greedy))
+        columns = list[NDArray[Any]]()
+        if known != self._known and not chains.plans:
+            columns = child_columns(chains) if choice.has_scores else node_columns(chains)
+        loaded, *uploaded = self._backend.upload([state, *columns, *sampling])
+        self._state.copy_(loaded)
+        if columns:
+            self._known, self._columns = known, uploaded[: len(columns)]
+        if sampling:
+            self._sampler.load(uploaded[len(columns) :])
 
     def _check(self, feeds: Sequence[Feed], last_slots: Ints) -> None:
         self._model.config.check_positions(last_slots)
