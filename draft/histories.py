@@ -118,7 +118,8 @@ def _note_first_children(
     is_sure: bool,
 ) -> None:
     """Record whether the first, most likely child of each node that verification reached was accepted."""
-    surprises, node, score, confidence = list[float](), -1, 0.0, 1.0
+    surprises: list[float] = []
+    node, score, confidence = -1, 0.0, 1.0
     for child in (*path, -1):
         try:
             first = parents.index(node)

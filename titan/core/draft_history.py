@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count, takewhile
 from math import exp
+from operator import mul
 
 LONGEST_MEMORY = 0.97
 """Largest weight of the past in an average: the weight grows with the number of observations, up to about thirty."""
@@ -117,9 +118,8 @@ class DraftHistory:
             start: the initial temperature.
             surprises: per first child of a reached node: 1 if it was accepted, else 0, minus its probability when it was drafted.
         """
-        step = CALIBRATION_RATE * sum(surprises)
-        for further, surprise in zip(FURTHER_AT_FIRST[self.num_confidences :], surprises, strict=False):
-            step += further * surprise
+        further = map(mul, FURTHER_AT_FIRST[self.num_confidences :], surprises)
+        step = CALIBRATION_RATE * sum(surprises) + sum(further)
         self.move_temperature(start, exp(-step), len(surprises))
 
     def move_temperature(self, start: float, factor: float, num_confidences: int) -> None:
