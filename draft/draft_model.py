@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from titan.core.batch import QueryRow, build_batch
-from titan.core.growth import Feed
+from titan.core.growth import Feed, GrowthSpec
 from titan.core.kv_tensor import KVTensor
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
@@ -164,21 +164,22 @@ class DraftModelDrafter:
         num_left = self.max_num_batched_tokens
         table, is_host = plan.block_table, self.context.backend.is_host
         feeds = list[Feed]()
-        for i, (request, num_tokens) in enumerate(zip(plan.requests, plan.num_tokens, strict=True)):
-            budget, start = self._budget(request, plan.draft_budgets[i]), request.num_drafted_context
+        rows = zip(plan.requests, plan.num_tokens, plan.draft_budgets, plan.num_slots, strict=True)
+        for i, (request, num_tokens, draft_budget, num_slots) in enumerate(rows):
+            budget, start = self._budget(request, draft_budget), request.num_drafted_context
             is_wanted = budget > 0 or (plan.drafts_prompts and not plan.reaches_root(i) and self._may_draft(request))
             end = min(request.num_computed_tokens + num_tokens, start + num_left)
             if is_wanted and end > start:
-                grows = budget > 0 and end == len(request.token_ids)
-                # a device runs prefill chunks from a graph only if no tree after them branches
-                prefers_chain = num_tokens + budget > 1 + self.max_draft_tokens and not is_host
-                options = request, budget, plan.num_slots[i], plan.worths.get(i)
-                spec = self.policy.spec(*options, prefers_chain=prefers_chain) if grows else None
-                if spec is not None and spec.num_slots > plan.num_slots[i]:
-                    raise ValueError(  # before KV is written to slots that are not the request's
-                        f"the policy's spec has num_slots={spec.num_slots}: at most {plan.num_slots[i]} are allowed, which were "
-                        f"reserved; lookahead() of a policy asks for more"
-                    )
+                spec: GrowthSpec | None = None
+                if budget > 0 and end == len(request.token_ids):
+                    # a device runs prefill chunks from a graph only if no tree after them branches
+                    prefers_chain = num_tokens + budget > 1 + self.max_draft_tokens and not is_host
+                    spec = self.policy.spec(request, budget, num_slots, plan.worths.get(i), prefers_chain=prefers_chain)
+                    if spec.num_slots > num_slots:
+                        raise ValueError(  # before KV is written to slots that are not the request's
+                            f"the policy's spec has num_slots={spec.num_slots}: at most {num_slots} are allowed, which were "
+                            f"reserved; lookahead() of a policy asks for more"
+                        )
                 feeds.append(Feed(i, request.block_ids, start, self._known(request.token_ids[start:end]), spec, table))
                 num_left -= end - start
         return feeds

@@ -75,7 +75,7 @@ class Drafting:
         if drafter is None or not any(budgets):
             return budgets
         rows = zip(requests, budgets, strict=True)
-        return self._ask(lambda: [index(drafter.lookahead(*row)) if row[1] else 0 for row in rows], budgets)
+        return self._ask(lambda: [index(drafter.lookahead(each, budget)) if budget else 0 for each, budget in rows], budgets)
 
     def propose(self, plan: StepPlan) -> DraftTrees:
         """Return the trees of a step, one per row of its plan; all empty if the drafter fails."""

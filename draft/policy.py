@@ -27,6 +27,9 @@ MAX_CHAIN_NODES = 4
 MAX_NARROW_NODES = 8
 """Largest budget for which `auto` grows all nodes along one chain; a larger tree is better spread out."""
 
+LARGEST_BUDGETS = {"chain": (MAX_NODES, MAX_NODES), "auto": (MAX_CHAIN_NODES, MAX_NARROW_NODES), "dynamic": (1, 0)}
+"""By ``draft_tree``, the largest budgets for which it is a plain chain, and for which all nodes grow along one chain."""
+
 GREEDY_TEMPERATURE = 0.1
 """Initial temperature of the draft's probabilities in greedy requests: so low that trees start as chains. Calibration soon moves it
 to where probabilities match acceptance: 0.35 to 0.7 with the demo pair, less for a draft that is right but never sure."""
@@ -52,6 +55,7 @@ class DraftPolicy:
             self.fixed_shape = main_path_order(np.array(draft_tree, np.int32).tobytes()).parents
         self.max_draft_tokens = max_draft_tokens
         self._stops_early = stops_early
+        self._most_in_chain, self._most_narrow = LARGEST_BUDGETS[draft_tree if isinstance(draft_tree, str) else "dynamic"]
         self.width = max(2, max_draft_tokens // 8)
         self.beam_depth = min(max_draft_tokens, 6 + max_draft_tokens // 8, 1 + MAX_NODES // self.width)
         self._wide_slots = [self._beam(budget, 1.0).num_slots for budget in range(max_draft_tokens + 1)]  # of wide beams, by budget
@@ -65,7 +69,7 @@ class DraftPolicy:
 
         With "auto", a request with its own seed is drafted greedily, so that its tokens depend on nothing but itself.
         """
-        if request.params.is_greedy or self.draft_sampling == "greedy":
+        if self.draft_sampling == "greedy" or request.params.is_greedy:
             return False
         return self.draft_sampling == "sampled" or request.params.seed is None
 
@@ -88,12 +92,13 @@ class DraftPolicy:
             return ShapeSpec(shape_plan(self._shape(request, budget).tobytes()), request.params, request.seed)
         if self.fixed_shape is not None:
             return ShapeSpec(shape_plan(self.fixed_shape[:budget].tobytes()))
-        if self._is_chain(budget) and not self._stops_early:
+        if budget <= self._most_in_chain and not self._stops_early:
             return chain_spec(budget)
-        if not self._is_narrow(budget) and (wide := self._beam(budget, score_temperature(request), worth)).num_slots <= num_slots:
-            return wide
+        temperature = score_temperature(request)
+        if budget > self._most_narrow and self._wide_slots[budget] <= num_slots:
+            return self._beam(budget, temperature, worth)
         num_children = 1 if self.draft_tree == "chain" else CHAIN_CHILDREN
-        return BeamSpec(budget, budget, 1, num_children, score_temperature(request), worth)
+        return BeamSpec(budget, budget, 1, num_children, temperature, worth)
 
     def largest_specs(self) -> list[GrowthSpec]:
         """Return the largest spec of each kind along a chain that `spec` may return, greedy or sampled, and a wide beam."""
@@ -105,28 +110,21 @@ class DraftPolicy:
             specs.append(replace(chain_spec(most), params=SamplingParams()))
         if self.fixed_shape is not None:
             return [*specs, chain_spec(most)]
-        specs.append(chain_spec(max(filter(self._is_chain, range(1, most + 1)))))
-        if not self._is_chain(most):  # a wide beam becomes narrow where slots are short
+        specs.append(chain_spec(min(most, self._most_in_chain)))
+        if most > self._most_in_chain:  # a wide beam becomes narrow where slots are short
             specs.append(BeamSpec(most, most, 1, CHAIN_CHILDREN, GREEDY_TEMPERATURE))
-        if not self._is_narrow(most):
+        if most > self._most_narrow:
             specs.append(self._beam(most, GREEDY_TEMPERATURE))
         return specs
 
     def lookahead(self, request: Request, budget: int) -> int:
         """Return how many slots after the root a request's tree needs to grow best; for a wide beam, more than its budget."""
-        if budget <= 1 or self.fixed_shape is not None or self._is_narrow(budget) or self.is_sampled(request):
+        if budget <= self._most_narrow or budget <= 1 or self.fixed_shape is not None or self.is_sampled(request):
             return budget
         return max(budget, self._wide_slots[budget])
 
     def _beam(self, budget: int, temperature: float, worth: Worth | None = None) -> BeamSpec:
         return BeamSpec(budget, min(budget, self.beam_depth), self.width, self.width + 1, temperature, worth)
-
-    def _is_chain(self, budget: int) -> bool:
-        return self.draft_tree == "chain" or budget == 1 or (self.draft_tree == "auto" and budget <= MAX_CHAIN_NODES)
-
-    def _is_narrow(self, budget: int) -> bool:
-        """Whether only one node per depth is expanded."""
-        return self.draft_tree == "chain" or (self.draft_tree == "auto" and budget <= MAX_NARROW_NODES)
 
     def _shape(self, request: Request, budget: int) -> Parents:
         """Return the shape of a sampled tree, which must not depend on its tokens."""
@@ -135,7 +133,7 @@ class DraftPolicy:
         if self.draft_tree == "chain":
             return chain_parents(budget)
         acceptance = tuple(round(max(rank.value, 0.01), 2) for rank in request.draft_history.rank_acceptance)
-        return expected_shape(acceptance, budget, is_caterpillar=self._is_narrow(budget))
+        return expected_shape(acceptance, budget, is_caterpillar=budget <= self._most_narrow)
 
 
 def score_temperature(request: Request) -> float:
