@@ -163,7 +163,7 @@ class DraftModelDrafter:
         """Return the feeds of a step: the committed tokens that the draft lacks, in the order of the rows until a pass is full."""
         num_left = self.max_num_batched_tokens
         table, is_host = plan.block_table, self.context.backend.is_host
-        feeds = list[Feed]()
+        feeds: list[Feed] = []
         rows = zip(plan.requests, plan.num_tokens, plan.draft_budgets, plan.num_slots, strict=True)
         for i, (request, num_tokens, draft_budget, num_slots) in enumerate(rows):
             budget, start = self._budget(request, draft_budget), request.num_drafted_context

@@ -241,11 +241,11 @@ class DraftChains:
         n = len(chains.rows)
         next_slots[:n], num_left[:n] = chains.roots + 1, chains.num_fed
         temperatures[:n], temperatures[n:] = chains.temperatures, 1
-        sampling = list[NDArray[Any]]()
+        sampling: list[NDArray[Any]] = []
         if chains.sampling is not None and probs is not None:
             sampling = self._sampler.arrays(chains.sampling, probs, probs_rows(chains)[:, 0])
         known = choice, *(each.tobytes() for each in (chains.rows, chains.start_loc, chains.num_fed, chains.is_greedy))
-        columns = list[NDArray[Any]]()
+        columns: list[NDArray[Any]] = []
         if known != self._known and not chains.plans:
             columns = child_columns(chains) if choice.has_scores else node_columns(chains)
         loaded, *uploaded = self._backend.upload([state, *columns, *sampling])
@@ -264,7 +264,7 @@ class DraftChains:
     def _sizes(self, num_requests: int, num_fed: int, choice: Choice) -> list[ChainSize]:
         """Return the graphs that feed this many depths, one after the other."""
         count = next(count for count in self._request_counts if count >= num_requests)
-        sizes = list[ChainSize]()
+        sizes: list[ChainSize] = []
         for depths in self._depths:
             num_replays, num_fed = divmod(num_fed, depths)
             if num_replays:

@@ -85,7 +85,7 @@ class RaggedBatch:
         assert self.nodes is not None, "called for batches with nodes"
         layout, start_loc = self.attention, self.nodes.start_loc
         counts = start_loc[1:] - start_loc[:-1]
-        owners = np.repeat(np.arange(len(counts)), counts)
+        owners = np.arange(len(counts)).repeat(counts)
         return NodePlaces(
             np.arange(len(owners)) + (layout.query_start_loc[1:] - start_loc[1:])[owners],
             (layout.seq_lens - counts - 1)[owners],
@@ -129,11 +129,11 @@ def join_rows(
     num_committed = np.array([*map(len, row_tokens)])
     starts = np.array(first_positions)
     has_nodes = trees is not None and trees.num_nodes > 0
-    counts = trees.counts if trees is not None and has_nodes else np.zeros_like(num_committed)
+    counts = trees.counts if trees is not None and has_nodes else np.zeros(len(row_tokens), np.int64)
     query_lens = num_committed + counts
     query_start_loc = prefix_sums(query_lens)
     num_tokens = int(query_start_loc[-1])
-    owners = np.repeat(np.arange(len(starts)), query_lens)
+    owners = np.arange(len(starts)).repeat(query_lens)
     slots = np.arange(num_tokens) + (starts - query_start_loc[:-1])[owners]
     visible_lens = slots + 1
     tree_starts = np.zeros(len(starts), np.int64)
@@ -152,7 +152,7 @@ def join_rows(
     logits_lens = np.where(needs_logits, counts + 1, 0)
     logits_start_loc = prefix_sums(logits_lens)
     num_skipped = query_start_loc[1:] - logits_start_loc[1:]  # rows without logits, up to the last rows of each request
-    logits_rows = np.arange(int(logits_start_loc[-1])) + np.repeat(num_skipped, logits_lens)
+    logits_rows = np.arange(int(logits_start_loc[-1])) + num_skipped.repeat(logits_lens)
     prompt_logits = None
     if any(row_prompt_logits):
         of_rows = zip(query_start_loc.tolist(), row_prompt_logits, strict=False)

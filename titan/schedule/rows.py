@@ -33,7 +33,7 @@ class RowChooser:
         self._prompt_budget = 0  # tokens left, of these, for requests that do not decode
         self._num_preemptions_before = 0  # total before the rows were chosen
         self._num_spare_blocks = 0  # free blocks that running requests do not need, so that others may join
-        self._num_needed = dict[Request, int]()  # blocks that a waiting request needs to start, cached: slow for long prompts
+        self._num_needed: dict[Request, int] = {}  # blocks that a waiting request needs to start, cached: slow for long prompts
 
     def choose(self) -> StepPlan:
         """Return a plan with the rows, whose ``num_slots`` are yet to be set."""
