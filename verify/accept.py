@@ -37,8 +37,8 @@ def accept(backend: Backend, plan: StepPlan, trees: DraftTrees, batch: RaggedBat
         logits = logits.index_select(0, others)
     counts = start_loc[1:] - start_loc[:-1]
     rows = np.flatnonzero(counts)
-    paths = [list[int]() for _ in requests]
-    token_ids = [list[int]() for _ in requests]
+    paths: list[list[int]] = [[] for _ in requests]
+    token_ids: list[list[int]] = [[] for _ in requests]
     errors: list[str | None] = [None] * num_requests
     if not len(rows):  # a step of prefill chunks
         return Acceptance(DraftTrees.empty(num_requests), paths, token_ids, errors, prompt_logprobs=prompt_entries)
