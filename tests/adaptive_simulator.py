@@ -44,7 +44,8 @@ class Machine:
     host: Callable[[int, int], float]  # of requests, and of those that draft
     sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
     is_padded: bool = False
-    deciding: tuple[float, float] = (1e-5, 3e-4)  # seconds of a decision with which the last one stands, and of one that compares
+    deciding: float = 1e-5  # seconds of a decision with which the last one stands
+    comparing: tuple[float, float] = (1e-4, 2e-5)  # of one that compares: whatever the requests, and of each of them
 
     def __str__(self) -> str:
         return self.name
@@ -237,7 +238,10 @@ class Fleet:
                 policy.observe_rest(load, n, outcome)
             return n, seconds, 0
         decision = self.decision
-        deciding = machine.deciding[optimum is not getattr(policy, "optimum", None)] if optimum else 0.0
+        deciding = 0.0
+        if isinstance(policy, Controller):
+            compares = optimum is not policy.optimum
+            deciding = machine.comparing[0] + n * machine.comparing[1] if compares else machine.deciding
         most = [min(count, self._most(text)) for count, text in zip(decision.most_nodes, texts, strict=True)]
         worths = decision.worths
         chains, num_passes, draft_rows, draft_seconds = self._grow(most, worths, context)

@@ -181,7 +181,7 @@ def test_prefill_in_the_step_and_requests_that_come_and_go() -> None:
 )
 def test_requests_come_and_go_while_decisions_take_time(n: int, share: float, acceptance: float, latency: float) -> None:
     """A decision takes up to half of a step without drafts, as measured with the demo pair."""
-    machine = replace(DEMO, deciding=(6e-5, 4e-4))
+    machine = replace(DEMO, deciding=6e-5, comparing=(4e-4, 0.0))
     found = against_off(machine, lambda _: acceptance, adaptive(machine), n, share, num_requests=40 if n == 1 else 80)
     assert found.rate >= 0.97
     assert found.latency <= latency
@@ -263,7 +263,7 @@ def test_latency_target_gives_slow_requests_more_and_costs_the_geometric_mean_no
             seconds += fleet.step(policy)[1]
         return [float(np.log(text.num_tokens / seconds)) for text in fleet.texts]
 
-    gains = np.mean([np.subtract(log_rates(True, seed), log_rates(False, seed)) for seed in range(20)], axis=0)
+    gains = np.mean([np.subtract(log_rates(True, seed), log_rates(False, seed)) for seed in range(40)], axis=0)
     assert gains[1::2].mean() > 0.08 and gains.mean() > -0.01
 
 
@@ -538,6 +538,17 @@ def test_a_long_context_is_fed_beside_requests_that_draft() -> None:
     assert [bool(count) for count in decision.num_nodes] == [True, False, True, True]
 
 
+def test_fewer_requests_are_fed_at_once_while_few_drafts_were_seen() -> None:
+    """What is known then may prove wrong after a step or two."""
+    fed = list[int]()
+    for num_drafts in (2.0, 4.0, 20.0):
+        controller, load, _ = drafting_controller()
+        controller.fleet.num_drafts = num_drafts
+        owing = [Candidate(counts(0.9, 500.0), 6, 20, 10_000, True) for _ in range(4)]
+        fed.append(sum(map(bool, controller.choose(load._replace(candidates=owing)).num_nodes)))
+    assert fed == sorted(fed) and 1 <= fed[0] < fed[1] < fed[2] == 4
+
+
 def test_drafts_that_did_not_come_are_not_repeated() -> None:
     """A drafter failed, or the step ran in parts, of which nothing is told."""
     controller, _, outcome = drafting_controller()
@@ -700,12 +711,12 @@ def test_what_drafting_lost_that_seemed_to_pay_does_not_put_off_probes_for_long(
 def test_drafters_that_cannot_review_draft_a_node_now_and_then() -> None:
     for machine, n in ((DEMO, 8), (BIG16, 1)):
         assert compare(machine, [Text(0.2)] * n, adaptive(machine), may_review=False) >= 0.97
-    assert compare(DEMO, [Text(0.9)] * 8, adaptive(DEMO), may_review=False) >= 1.4
+    assert compare(DEMO, [Text(0.9)] * 8, adaptive(DEMO), seeds=11, may_review=False) >= 1.4
 
 
 def test_a_review_waits_until_there_is_enough_to_see() -> None:
     """Meanwhile rests may be repeated, and nothing is chosen."""
-    probes, costs = Probes(), controller_of(DEMO).costs
+    probes, costs = Probes(credit=1.0), controller_of(DEMO).costs
 
     def load(*num_reviewable: int) -> Load:
         return Load([Candidate(AcceptanceCounts(), 6, 200, 256, True, num_reviewable=each) for each in num_reviewable], 2, 400)

@@ -56,8 +56,9 @@ MOST_REPEATS, REPEATS_SECONDS = 8, 0.02
 """Most steps that repeat a decision before anything is looked at, and seconds that several are to take at most. They are learned
 from together, since that takes time, too; one by one if they took more than twice as long."""
 
-MAX_FEED = 1.0
-"""Plain steps in whose time the draft may be fed in one step what it has missed of several requests."""
+MAX_FEED, FEED_DRAFTS = 1.0, 8.0
+"""Plain steps in whose time the draft may be fed in one step what it has missed of several requests; and the number of drafts from
+which on it is as much, less in proportion where fewer were seen."""
 
 
 class Decision(NamedTuple):
@@ -204,11 +205,11 @@ class Controller:
         return self._num_since_plain < 0
 
     def _delay(self, load: Load, num_nodes: list[int]) -> None:
-        """Let requests wait, those that owe most, and never all, while feeding the draft would take longer than a step."""
+        """Let requests wait, those that owe most, and never all, while feeding the draft would take longer than it may."""
         owing = [i for i, count in enumerate(num_nodes) if count and not load.candidates[i].is_fed]
         if self.costs.draft is None or not owing:
             return
-        most = MAX_FEED * self.costs.plain_seconds(load)
+        most = MAX_FEED * min(self.fleet.num_drafts / FEED_DRAFTS, 1.0) * self.costs.plain_seconds(load)
         first, *others = sorted(owing, key=lambda i: load.candidates[i].num_missing)
         num_rows = load.candidates[first].num_missing
         for i in others:

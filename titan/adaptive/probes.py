@@ -27,7 +27,7 @@ LEAST_REVIEWED = 6
 """Tokens from which on a request is worth a review."""
 
 MAX_ADVANCE = 1.0
-"""Steps whose time may be spent in advance; at the start, it was saved."""
+"""Steps whose time may be spent in advance."""
 
 MAX_SAVED = 1.25
 """Most that is saved for the next probe, as a multiple of its price: once there is enough, that may have risen a little."""
@@ -43,7 +43,7 @@ MAX_DEBT = 1.0
 class Probes:
     """Chooses what is probed, and keeps account of it."""
 
-    credit: float = inf  # seconds
+    credit: float = 0.0  # seconds
     price: float = 0.0  # seconds of the probe that was last thought of
     advance: float = 0.0  # seconds that may be spent on it in advance
     num_waiting: int = 0  # next steps in which no request has emitted enough for a review
@@ -76,9 +76,7 @@ class Probes:
         """
         if not self.is_due:
             return ()
-        candidates, step_seconds = load.candidates, costs.decode_seconds(load)
-        if self.credit == inf:
-            self.credit = MAX_ADVANCE * step_seconds
+        candidates = load.candidates
         idle = [i for i, each in enumerate(candidates) if each.max_nodes and not num_nodes[i]]
         if not idle:
             self.price = inf
@@ -100,7 +98,7 @@ class Probes:
             order = [min(ready, key=price)]
         prices, num_shown = self._prices(load, costs, num_nodes, order), [*accumulate(_num_shown(candidates[i]) for i in order)]
         most = max(range(len(order)), key=lambda i: num_shown[i] ** 0.5 / prices[i])
-        self.price, self.advance = prices[most], MAX_ADVANCE * step_seconds if hopeful else 0.0
+        self.price, self.advance = prices[most], MAX_ADVANCE * costs.decode_seconds(load) if hopeful else 0.0
         return order[: most + 1] if self.credit + self.advance >= self.price else ()
 
     def add_time(self, seconds: float, num_steps: int = 1) -> None:
