@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from operator import itemgetter
 
 from titan.adaptive.costs import Costs
@@ -115,29 +114,27 @@ def best(acceptance: Sequence[float], prices: Prices, yield_factor: float = 1.0,
     nodes = _nodes_by_value(candidates, acceptance)
     if not nodes:
         return optimum
-    sizes = sorted({*_grid(len(nodes), GRID_SIZES), *(n * depth for depth in range(1, GRID_DEPTHS + 1) if n * depth <= len(nodes))})
-    drafted, all_values = list[tuple[float, int, int]](), yield_factor * sum([value for value, _, _ in nodes])
+    sizes = {*_grid(len(nodes), GRID_SIZES), *range(n, min(n * GRID_DEPTHS, len(nodes)) + 1, n)}
+    drafted, most_tokens = nodes, prices.total_weight + yield_factor * sum([value for value, _, _ in nodes])
     for num_passes in _grid(max(depth for _, depth, _ in nodes), GRID_DEPTHS):
-        reached = [each for each in nodes if each[1] <= num_passes]
-        num_drafting = list(accumulate([depth == 1 for _, depth, _ in reached]))
-        rows_seconds = list(accumulate([prices.first_seconds[i] if depth == 1 else prices.row_seconds for _, depth, i in reached]))
-        fewest = 1 + [depth for _, depth, _ in reached].index(num_passes)  # with fewer, the last pass is for nothing
-        least_seconds = prices.step(num_drafting[fewest - 1], num_passes, rows_seconds[fewest - 1], fewest)
-        if prices.total_weight + all_values <= optimum.on_rate * least_seconds:  # not even all nodes would be worth the passes
+        if most_tokens <= optimum.on_rate * prices.step(1, num_passes, 0.0, num_passes):  # not even all would be worth the passes
             break
-        gains, best_rate, best_size, best_seconds = list(accumulate([value for value, _, _ in reached])), 0.0, 0, 0.0
-        for size in sizes[bisect_left(sizes, fewest) : bisect_right(sizes, len(reached))] or [len(reached)]:
-            seconds = prices.step(num_drafting[size - 1], num_passes, rows_seconds[size - 1], size)
-            rate = (prices.total_weight + yield_factor * gains[size - 1]) / seconds
-            if rate > best_rate:
-                best_rate, best_size, best_seconds = rate, size, seconds
-        if best_rate > optimum.on_rate:
-            optimum.on_rate, optimum.seconds, drafted = best_rate, best_seconds, reached[:best_size]
+        reached = [each for each in nodes if each[1] <= num_passes]
+        tokens, rows_seconds, num_drafting, is_deep = prices.total_weight, 0.0, 0, False
+        for size, (value, depth, i) in enumerate(reached, 1):
+            tokens += yield_factor * value
+            rows_seconds += prices.first_seconds[i] if depth == 1 else prices.row_seconds
+            num_drafting += depth == 1
+            is_deep |= depth == num_passes  # with fewer nodes, the last pass is for nothing
+            if is_deep and (size in sizes or size == len(reached)):
+                seconds = prices.step(num_drafting, num_passes, rows_seconds, size)
+                if tokens > optimum.on_rate * seconds:
+                    optimum.on_rate, optimum.seconds, drafted = tokens / seconds, seconds, reached[:size]
     if optimum.on_rate > off_rate * least:
         for _, _, i in drafted:
             optimum.num_nodes[i] += 1
         least_value = yield_factor * drafted[-1][0] / optimum.on_rate
-        optimum.node_seconds, optimum.slack = _node_price(prices, sizes, len(drafted), least_value)
+        optimum.node_seconds, optimum.slack = _node_price(prices, sorted(sizes), len(drafted), least_value)
     return optimum
 
 
