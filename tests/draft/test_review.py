@@ -188,7 +188,7 @@ def test_reviews_find_the_temperature_and_how_often_drafts_are_accepted(start: f
 
 def test_requests_are_reviewed_instead_of_drafting_and_may_fail_to_be(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft that is too slow at first: it is reviewed, at no cost for the output, and drafts as soon as that pays."""
-    expected = [zoo.greedy("llama", prompt, 60, ignore_eos=True) for prompt in PROMPTS]
+    expected = [zoo.greedy("llama", prompt, 120, ignore_eos=True) for prompt in PROMPTS]
     machine = Machine(monkeypatch, {0: 0.6, 20: 0.01})
     options = AMPLE | {"speculation": "adaptive", "draft_tree": "auto"}
     engine, reviewed = make_engine(zoo.path("llama"), zoo.path("llama~"), **options), list[tuple[int, int]]()
@@ -200,7 +200,7 @@ def test_requests_are_reviewed_instead_of_drafting_and_may_fail_to_be(zoo: Zoo, 
 
     original = DraftModelDrafter.review
     monkeypatch.setattr(DraftModelDrafter, "review", counted)
-    assert run_all(engine, PROMPTS, [greedy(60, ignore_eos=True)] * len(PROMPTS)) == expected
+    assert run_all(engine, PROMPTS, [greedy(120, ignore_eos=True)] * len(PROMPTS)) == expected
     assert reviewed and all(count >= 6 for _, count in reviewed)
     assert {machine.choices[step] for step, _ in reviewed if step < 30} <= {"probe"} and "on" in machine.choices[30:]
     wrong = Review([True, False], [-0.5])
@@ -213,7 +213,7 @@ def test_requests_are_reviewed_instead_of_drafting_and_may_fail_to_be(zoo: Zoo, 
         machine.choices.clear()
         engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **options)
         with pytest.warns(RuntimeWarning, match=f"which costs drafts and no request: {reason}"):
-            assert run_all(engine, PROMPTS, [greedy(60, ignore_eos=True)] * len(PROMPTS)) == expected
+            assert run_all(engine, PROMPTS, [greedy(120, ignore_eos=True)] * len(PROMPTS)) == expected
 
 
 @pytest.mark.parametrize(
