@@ -55,7 +55,7 @@ class DraftPolicy:
             self.fixed_shape = main_path_order(np.array(draft_tree, np.int32).tobytes()).parents
         self.max_draft_tokens = max_draft_tokens
         self._stops_early = stops_early
-        self._most_in_chain, self._most_narrow = LARGEST_BUDGETS[draft_tree if isinstance(draft_tree, str) else "dynamic"]
+        self._most_in_chain, self._most_narrow = LARGEST_BUDGETS.get(str(draft_tree), LARGEST_BUDGETS["dynamic"])
         self.width = max(2, max_draft_tokens // 8)
         self.beam_depth = min(max_draft_tokens, 6 + max_draft_tokens // 8, 1 + MAX_NODES // self.width)
         self._wide_slots = [self._beam(budget, 1.0).num_slots for budget in range(max_draft_tokens + 1)]  # of wide beams, by budget
@@ -95,8 +95,8 @@ class DraftPolicy:
         if budget <= self._most_in_chain and not self._stops_early:
             return chain_spec(budget)
         temperature = score_temperature(request)
-        if budget > self._most_narrow and self._wide_slots[budget] <= num_slots:
-            return self._beam(budget, temperature, worth)
+        if budget > self._most_narrow and (beam := self._beam(budget, temperature, worth)).num_slots <= num_slots:
+            return beam
         num_children = 1 if self.draft_tree == "chain" else CHAIN_CHILDREN
         return BeamSpec(budget, budget, 1, num_children, temperature, worth)
 

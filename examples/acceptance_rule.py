@@ -25,7 +25,7 @@ def typical(tree: TreeToVerify) -> Outcome:
         p = tree.p(node)
         least = min(0.09, 0.3 * exp(-float(torch.special.entr(p).sum())))
         likely = {child: float(p[tree.token_ids[child]]) for child in tree.children(node)}
-        if max(likely.values(), default=0.0) <= least:
+        if not max(likely.values(), default=0.0) > least:  # nor if p is not finite
             return Outcome(path, tree.sample(p, len(path), Purpose.SAMPLE))
         path.append(max(likely, key=likely.__getitem__))
 

@@ -218,7 +218,7 @@ class CacheOps(Protocol):
         """Return zeros for the blocks of a cache on the back end's device."""
 
     def empty(self, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return, likewise, undefined numbers, which take no memory of the host before they are written."""
+        """Return, likewise, undefined numbers, which take no memory of the host before they are written, page by page."""
 
     def move_paths(self, kv: KVTensor, moves: Sequence[PathMove]) -> None:
         """Move node ``path[j]`` of each request to slot ``first_slot + j``; a path is read in full before it is written."""

@@ -539,14 +539,14 @@ def test_a_long_context_is_fed_beside_requests_that_draft() -> None:
 
 
 def test_fewer_requests_are_fed_at_once_while_few_drafts_were_seen() -> None:
-    """What is known then may prove wrong after a step or two."""
+    """What is known then may prove wrong after a step or two; drafts that teach nothing about others count, too."""
     fed = list[int]()
-    for num_drafts in (2.0, 4.0, 20.0):
+    for num_drafts, own_drafts in ((2.0, 2.0), (4.0, 2.0), (20.0, 2.0), (2.0, 20.0)):
         controller, load, _ = drafting_controller()
         controller.fleet.num_drafts = num_drafts
-        owing = [Candidate(counts(0.9, 500.0), 6, 20, 10_000, True) for _ in range(4)]
+        owing = [Candidate(counts(0.9, own_drafts), 6, 20, 10_000, True) for _ in range(4)]
         fed.append(sum(map(bool, controller.choose(load._replace(candidates=owing)).num_nodes)))
-    assert fed == sorted(fed) and 1 <= fed[0] < fed[1] < fed[2] == 4
+    assert fed == sorted(fed) and 1 <= fed[0] < fed[1] < fed[2] == fed[3] == 4
 
 
 def test_drafts_that_did_not_come_are_not_repeated() -> None:

@@ -160,6 +160,7 @@ template <int M, int B, typename Coded, bool IsKept, typename X>
   // Beside the sums of many rows there are registers for decoding alone, or multiplying: what is decoded goes to memory in between.
   constexpr bool kGoesToMemory = kLanes == 16 ? M > 6 && kPair<X> == 1 : IsKept || (M > 3 && !Coded::kIsShort);
   constexpr bool kIsInPlace = kGoesToMemory && IsKept && kVectors == kParts; // to where it is kept
+  static_assert(!kIsInPlace || B == 1);
   const int64_t last = depth - kPrefetchBytes / kUnitBytes * kUnitInputs;
   const uint8_t* unit[B];
   Words palette[B];

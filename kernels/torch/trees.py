@@ -89,8 +89,8 @@ class RuledTrees:
         if not (isinstance(outcome, Outcome) and tree.allows(outcome)):
             raise ValueError(
                 f"the acceptance rule returned {shown(outcome)} for a tree with parents={tree.parents}: allowed is an Outcome "
-                f"with a path of nodes from the root down, and a token from 0 to {tree.probs.shape[1] - 1}, or -1 where p is not "
-                f"finite"
+                f"with a path of nodes from the root down, all after finite p, and a token from 0 to {tree.probs.shape[1] - 1}, or "
+                f"-1 where p is not finite"
             )
         return outcome
 
@@ -182,8 +182,10 @@ class TreeToVerify(NamedTuple):
         return self.probs[1 + node]
 
     def q(self, node: int) -> Tensor | None:
-        """Return the distribution that the children of a node were sampled from; ``None``: they were not sampled."""
-        return self.draft_probs[self.draft_rows[1 + node]] if self.draft_probs is not None and self.draft_rows else None
+        """Return the distribution that the children of a node were sampled from; ``None``: none, or they were not sampled."""
+        if self.draft_probs is None or not self.draft_rows or node not in self.parents:
+            return None
+        return self.draft_probs[self.draft_rows[1 + node]]
 
     def children(self, node: int) -> list[int]:
         return [child for child, parent in enumerate(self.parents) if parent == node]
@@ -197,12 +199,12 @@ class TreeToVerify(NamedTuple):
 
     def allows(self, outcome: Outcome) -> bool:
         """Whether an outcome is one of this tree."""
-        path, token = outcome
-        steps = pairwise([-1, *path])
+        nodes, token = [-1, *outcome.path], outcome.final_token
+        steps = pairwise(nodes)
         if not all(node in range(len(self.parents)) and self.parents[node] == parent for parent, node in steps):
             return False
-        least = 0 if torch.isfinite(self.p(path[-1] if path else -1)[0]) else -1
-        return is_integer(token) and least <= token < self.probs.shape[1]
+        *are_finite, is_finite = torch.isfinite(self.probs[[1 + node for node in nodes], 0]).tolist()
+        return all(are_finite) and is_integer(token) and (0 if is_finite else -1) <= token < self.probs.shape[1]
 
     def match(self) -> Outcome:
         """Verify by sample-and-match."""

@@ -167,18 +167,19 @@ BAD_OUTCOMES: list[Any] = [
     Outcome([], VOCAB_SIZE),
     Outcome([], 1.0),  # type: ignore[arg-type]
     Outcome([0, 1], -1),  # p is finite there
+    Outcome([2, 3], 0),  # and not before its last node
 ]
 
 
 @pytest.mark.parametrize("outcome", [*BAD_OUTCOMES, Outcome([0, 1], 4), Outcome([2], -1)])
 def test_a_rule_of_ones_own_returns_an_outcome_of_its_tree(outcome: Any) -> None:
-    logits = torch.zeros(4, VOCAB_SIZE)
+    logits = torch.zeros(5, VOCAB_SIZE)
     logits[3] = torch.nan
-    trees = host_trees([DraftTree(np.array([2, 3, 4]), np.array([-1, 0, -1]))])
+    trees = host_trees([DraftTree(np.array([2, 3, 4, 1]), np.array([-1, 0, -1, 2]))])
     ruled = RuledTrees(BACKEND, lambda tree: outcome)
     sampling = SamplingRows.of([(SamplingParams(), 0, 3)])
     if outcome in BAD_OUTCOMES:
-        with pytest.raises(ValueError, match=r"the acceptance rule returned .* parents=\[-1, 0, -1\].* token from 0 to 4"):
+        with pytest.raises(ValueError, match=r"the acceptance rule returned .* parents=\[-1, 0, -1, 2\].* token from 0 to 4"):
             ruled.verify(logits, trees, np.array([0]), sampling)
     else:
         verified = ruled.verify(logits, trees, np.array([0]), sampling)

@@ -209,7 +209,7 @@ class Controller:
         owing = [i for i, count in enumerate(num_nodes) if count and not load.candidates[i].is_fed]
         if self.costs.draft is None or not owing:
             return
-        most = MAX_FEED * min(self.fleet.num_drafts / FEED_DRAFTS, 1.0) * self.costs.plain_seconds(load)
+        most = MAX_FEED * min(self._num_drafts() / FEED_DRAFTS, 1.0) * self.costs.plain_seconds(load)
         first, *others = sorted(owing, key=lambda i: load.candidates[i].num_missing)
         num_rows = load.candidates[first].num_missing
         for i in others:
@@ -234,8 +234,11 @@ class Controller:
         self._hoped = self.optimum.num_nodes
         if not all(self._hoped):
             self._hoped = best(estimates.bounds, prices, self.drafting_yield.factor).num_nodes
-        num_drafts = max(each.num_drafts for each in (self.fleet, *self._compared))  # some teach nothing about others
-        self._standing.renew(load, self.optimum.num_nodes, num_drafts, plain_seconds)
+        self._standing.renew(load, self.optimum.num_nodes, self._num_drafts(), plain_seconds)
+
+    def _num_drafts(self) -> float:
+        """Return how many drafts tell most: the fleet's, or those of a request, since some teach nothing about others."""
+        return max(each.num_drafts for each in (self.fleet, *self._compared))
 
     def _worth(self, i: int, prices: Prices) -> Worth:
         estimates, price = self._estimates, self.optimum.on_rate / prices.load.candidates[i].weight
