@@ -76,7 +76,7 @@ class ChainSampler:
 
         Args:
             chains: of a step; they have plans.
-            drafted: int64 [2, D, n, 1], first children, and the bits of their scores.
+            drafted: int64 [2, n, D, 1], first children, and the bits of their scores.
             probs: the q that these were sampled from, whose rows are those of `probs_rows`.
         """
         assert chains.sampling is not None
@@ -88,7 +88,7 @@ class ChainSampler:
         keys = options["seed"][:, None], (options["position"] + depths_of_parents)[:, None]
         firsts, may_end, places, rows, uniform, counts = self._backend.upload(
             [
-                depths * len(chains.plans) + owners,
+                owners * (1 + chains.num_fed[0]) + depths,
                 chains.is_sampled[owners],  # greedy chains go on with token 0
                 parents,
                 probs_rows(chains)[chosen, depths_of_parents],

@@ -191,7 +191,7 @@ class DraftChains:
         passes, rows = 1 + int(chains.num_fed[0]), len(batch.token_ids) + int(chains.num_fed.sum())
         growth = GrowthReport(passes, rows, None, np.full(num_rows, np.nan, np.float32))
         if probs is not None and chains.plans:
-            children = self._sampler.with_siblings(chains, drafted.transpose(1, 2).contiguous(), probs)
+            children = self._sampler.with_siblings(chains, drafted, probs)
             found = shape_candidates(chains.rows, chains.plans, children, self._backend)
             found = replace(found, probs=probs, probs_rows=probs_rows(chains))
             return replace(self._backend.trees.select([found], num_rows), growth=growth)
