@@ -158,6 +158,9 @@ class Fixed:
     def observe(self, outcome: Outcome) -> None:
         pass
 
+    def note_repeat(self, num_accepted: int) -> None:
+        raise NotImplementedError
+
     def observe_repeats(self, outcomes: Sequence[Outcome]) -> None:
         raise NotImplementedError
 

@@ -32,6 +32,7 @@ from titan.adaptive.controller import REST_STEPS, Controller
 from titan.adaptive.load import Outcome
 from titan.adaptive.measure import measure
 from titan.adaptive.pass_cost import PassCost
+from titan.adaptive.repeats import Repeats
 from titan.adaptive.speculation import AdaptiveSpeculation
 from titan.core.batch import RaggedBatch
 from titan.core.draft_history import AcceptanceCounts
@@ -546,7 +547,7 @@ def test_passes_of_a_device_take_what_its_marks_say(zoo: Zoo, monkeypatch: pytes
     curves, outcomes, observe = [PassCost([1, 64], [each] * 2) for each in (7.0, 1.0)], list[Outcome](), Controller.observe
     monkeypatch.setattr("titan.adaptive.profiler.measure", lambda *_: curves)
     monkeypatch.setattr(Controller, "observe", lambda *call: (outcomes.append(call[1]), observe(*call)))
-    monkeypatch.setattr(Controller, "_go_on", lambda *_: None)  # no step is repeated: the controller is told of each
+    monkeypatch.setattr(Repeats, "begin", lambda *_: False)  # no step is repeated: the controller is told of each
     backend = make_back_end("triton")
     monkeypatch.setattr(backend, "mark", count().__next__)
     monkeypatch.setattr(backend, "seconds_between", lambda marks: [1.0, 0.5, 7.0] if marks == sorted(marks) else [])

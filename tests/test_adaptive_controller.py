@@ -84,7 +84,7 @@ def test_first_steps_with_a_hopeless_draft(machine: Machine, n: int) -> None:
 )
 def test_mixed_fleet(machine: Machine, n: int, uniform: float, oracle: float) -> None:
     texts = mixed(n)
-    rate = compare(machine, texts, adaptive(machine), seeds=9)
+    rate = compare(machine, texts, adaptive(machine), seeds=21)
     lengths = (1, 2, 3, 4, 6)
     assert rate >= uniform * max(1.0, *(gain_of_fixed(machine, texts, each) for each in lengths))
     assert rate >= oracle * max(1.0, *(gain_of_fixed(machine, texts, *([0, each] * n)) for each in lengths))
@@ -263,8 +263,8 @@ def test_latency_target_gives_slow_requests_more_and_costs_the_geometric_mean_no
             seconds += fleet.step(policy)[1]
         return [float(np.log(text.num_tokens / seconds)) for text in fleet.texts]
 
-    gains = np.mean([np.subtract(log_rates(True, seed), log_rates(False, seed)) for seed in range(40)], axis=0)
-    assert gains[1::2].mean() > 0.08 and gains.mean() > -0.01
+    gains = np.mean([np.subtract(log_rates(True, seed), log_rates(False, seed)) for seed in range(60)], axis=0)
+    assert gains[1::2].mean() > 0.08 and gains.mean() > -0.015  # -0.004 of 460 runs, with a standard error of 0.0035 for 60
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -403,6 +403,15 @@ def test_steps_like_a_rest_pass_until_something_changes_or_a_probe_is_due() -> N
     assert found["repeats"] > 3 * found["rests"] > 0 < found["probes"] < 40 and found["decides"]
 
 
+def repeat(controller: Controller, *outcomes: Outcome) -> None:
+    """Steps that draft as the last one."""
+    repeats = Repeats(controller)
+    for outcome in outcomes:
+        assert repeats.begin(True)
+        repeats.note(outcome)
+    repeats.begin(False)
+
+
 def four_requests(num_missing: int = 2) -> tuple[Load, Outcome, Outcome]:
     """Good drafts on a machine, and what comes of a step with a node each, and of one without drafts."""
     load = Load([Candidate(counts(0.9, 20.0), 6, num_missing, 256, True) for _ in range(4)], 4, 800)
@@ -418,7 +427,7 @@ def test_steps_that_draft_are_repeated_between_comparisons(num_missing: int) -> 
     load, drafting, plain = four_requests(num_missing)
     for _ in range(800):
         if controller.num_repeats:
-            controller.observe_repeats([drafting])
+            repeat(controller, drafting)
             found["repeats"], in_a_row = found["repeats"] + 1, in_a_row + 1
         else:
             assert not controller.rest(4, 4)
@@ -449,7 +458,7 @@ def test_plain_steps_come_although_an_outcome_stands_for_long(num_accepted: int)
     with patch.object(Standing, "note_comparison"):
         for _ in range(200):
             if num_repeats := controller.num_repeats:
-                controller.observe_repeats([drafting._replace(num_accepted=num_accepted)] * num_repeats)
+                repeat(controller, *[drafting._replace(num_accepted=num_accepted)] * num_repeats)
             else:
                 controller.rest(4, 4)
                 drafts = controller.choose(load).drafts
@@ -501,14 +510,14 @@ def test_an_outcome_stands_no_longer_where_drafts_bring_much_less(num_requests: 
         for _ in range(5):
             standing.renew(load, [num_nodes] * 4, 14.2, 1.0)
             for _ in range(standing.num_left):
-                standing.note_drafts([brought(p)])
+                standing.note_drafts(brought(p))
                 if not standing.num_left:
                     num_early += 1
                     break
         standing.renew(load, [num_nodes] * 4, 14.2, 1.0)
         num_until.append(0)
         while standing.num_left and num_until[-1] < 100:
-            standing.note_drafts([brought(0.2)])
+            standing.note_drafts(brought(0.2))
             num_until[-1] += 1
     assert num_early <= 0.001 * 200 * (8 + 16 + 32 + 64 + 128)
     assert np.quantile(num_until, 0.95) <= most
@@ -554,7 +563,7 @@ def test_drafts_that_did_not_come_are_not_repeated() -> None:
     controller, _, outcome = drafting_controller()
     controller.observe(outcome)
     assert controller.num_repeats
-    controller.observe_repeats([outcome._replace(num_nodes=0, num_accepted=0)])
+    repeat(controller, outcome._replace(num_nodes=0, num_accepted=0))
     assert not controller.num_repeats
     controller, load, outcome = drafting_controller()
     controller.observe(outcome)
@@ -568,7 +577,6 @@ def test_a_repeated_step_that_drafted_nothing_is_the_last() -> None:
     for each in (outcome, failed):
         assert repeats.begin(True)
         repeats.note(each)
-    controller.num_repeats = 0
     assert not repeats.begin(True)
     controller.observe_repeats.assert_called_once_with([outcome, failed])
 
@@ -649,7 +657,7 @@ def test_drafting_ends_where_it_brings_less_than_was_planned(share: float, tells
         told = (passes, rows) if tells_passes else (0, 0)
         outcome = Outcome(sum(nodes), int(rng.poisson(share * expected)), *told, seconds, draft, target)
         if is_repeated:
-            controller.observe_repeats([outcome])
+            repeat(controller, outcome)
         else:
             controller.observe(outcome)
     assert num_drafting > 150 if share == 1.0 else 0 < num_drafting < 60

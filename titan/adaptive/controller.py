@@ -52,9 +52,8 @@ LEAST_MORE, MOST_LONGER = 0.01, 4.0
 """Share by which drafting must be expected to lengthen a step for its yield to be noted; and how many times as much, or as little,
 it may then have been."""
 
-MOST_REPEATS, REPEATS_SECONDS = 8, 0.02
-"""Most steps that repeat a decision before anything is looked at, and seconds that several are to take at most. They are learned
-from together, since that takes time, too; one by one if they took more than twice as long."""
+LONG_REPEAT = 2.0
+"""Repeated steps that take more than this many times as long as planned are learned from one by one, the others from their sum."""
 
 MAX_FEED, FEED_DRAFTS = 1.0, 8.0
 """Plain steps in whose time the draft may be fed in one step what it has missed of several requests; and the number of drafts from
@@ -266,31 +265,32 @@ class Controller:
         if decision.is_probe and self._may_pay(decision.probed):
             self._standing.end()
         if decision.is_steady:
-            self._go_on([outcome])
+            self._standing.note_drafts(outcome.num_accepted)
+            num_until_plain = ceil(self._plain_after - self._num_since_plain) - 1
+            self.num_repeats = max(0, min(self._standing.num_left, num_until_plain)) if outcome.num_nodes else 0
 
     def _may_pay(self, probed: Sequence[int]) -> bool:
         """Whether drafting may pay after a probe: it was hoped for, or someone showed more than was hoped for."""
         shown = [own_acceptance(self._load.candidates[i].counts, self.fleet.agreement) for i in probed]
         return any(self._hoped) or any(p > self._estimates.bounds[i] for p, i in zip(shown, probed, strict=True))
 
+    def note_repeat(self, num_accepted: int) -> None:
+        """Take note of what drafts brought in a step that drafted as the last one that was decided; it may be the last of these."""
+        self._standing.note_drafts(num_accepted)
+        if self._standing.num_left <= 0:
+            self.num_repeats = 0
+
     def observe_repeats(self, outcomes: Sequence[Outcome]) -> None:
-        """Take note of what came of steps that drafted as the last one that was decided; at most as many as may."""
-        num_steps = len(outcomes)
-        total = Outcome.total(outcomes)
-        if total.seconds <= 2 * REPEATS_SECONDS:
-            self._unlearned.append((self._load, self._decision, total, num_steps))
-        else:
-            self._unlearned += [(self._load, self._decision, each, 1) for each in outcomes]
+        """Take note of all such steps, to be learned from together."""
+        num_steps, num_tokens = len(outcomes), sum([len(self._load.candidates) + each.num_accepted for each in outcomes])
         self._standing.pass_steps(num_steps)
         self._num_since_plain += num_steps
-        self._go_on(outcomes)
-
-    def _go_on(self, outcomes: Sequence[Outcome]) -> None:
-        """Say how many steps may do as these, which drafted as planned."""
-        self._standing.note_drafts([each.num_accepted for each in outcomes])
-        num_until_plain = ceil(self._plain_after - self._num_since_plain) - 1
-        at_once = max(1, min(MOST_REPEATS, int(REPEATS_SECONDS / self.optimum.seconds)))
-        self.num_repeats = max(0, min(self._standing.num_left, num_until_plain, at_once)) if outcomes[-1].num_nodes else 0
+        load = self._load._replace(num_context_tokens=self._load.num_context_tokens + num_tokens // 2)
+        most = LONG_REPEAT * self.optimum.seconds
+        usual = [each for each in outcomes if each.seconds <= most]
+        if usual:
+            self._unlearned.append((load, self._decision, Outcome.total(usual), len(usual)))
+        self._unlearned += [(load, self._decision, each, 1) for each in outcomes if each.seconds > most]
 
     def _learn(self) -> None:
         """Learn from the steps that were observed."""

@@ -91,7 +91,7 @@ class Costs:
         """
         is_cold = self._count_steps(num_steps, is_drafting=True)
         n, num_drafting = len(load.candidates), sum(map(bool, num_nodes))
-        self._note_host(n, num_drafting, (total.host_seconds + total.deciding_seconds) / num_steps, is_cold)
+        self._note_host(n, num_drafting, (total.host_seconds + total.deciding_seconds) / num_steps, is_cold, num_steps)
         if load.num_rows != n:  # what prompts take says little of what decodes do
             return
         rows, context, seconds = n + total.num_nodes / num_steps, load.num_context_tokens, total.target_seconds / num_steps
@@ -122,13 +122,13 @@ class Costs:
         self._num_alike, self._was_drafting = num_before + num_steps, is_drafting
         return num_before < COLD_STEPS
 
-    def _note_host(self, num_requests: int, num_drafting: int, seconds: float, is_cold: bool) -> None:
+    def _note_host(self, num_requests: int, num_drafting: int, seconds: float, is_cold: bool, num_steps: int = 1) -> None:
         if num_drafting and not self.host.has_drafted:  # it may be the only one for long
             plain = self.host.predict(num_requests)
             seconds = plain + (seconds - plain) / FIRST_DRAFT
         elif is_cold and self.host.knows(num_requests, num_drafting):
             seconds = _warm(seconds, self.host.predict(num_requests, num_drafting))
-        self.host.note(num_requests, num_drafting, seconds)
+        self.host.note(num_requests, num_drafting, seconds, num_steps)
 
 
 def _note_pass(

@@ -27,13 +27,13 @@ class HostTime:
     def __init__(self) -> None:
         self._plain, self._more = SecondsByCount(), SecondsByCount()
 
-    def note(self, num_requests: int, num_drafting: int, seconds: float) -> None:
-        """Add a step."""
+    def note(self, num_requests: int, num_drafting: int, seconds: float, num_steps: int = 1) -> None:
+        """Add steps of this mean time."""
         if num_drafting:
             usual = FIRST_MORE * self._plain.predict(num_drafting)
-            self._more.note(num_drafting, max(seconds - self._plain.predict(num_requests), 0.0), usual)
+            self._more.note(num_drafting, max(seconds - self._plain.predict(num_requests), 0.0), usual, num_steps)
         else:
-            self._plain.note(num_requests, seconds)
+            self._plain.note(num_requests, seconds, num_steps=num_steps)
 
     def age(self, num_steps: int) -> None:
         """Let what drafting was seen to need be believed less, after steps without drafts."""
@@ -63,12 +63,12 @@ class SecondsByCount:
         self._seconds: dict[int, float] = {}
         self._num_seen = Counter[int]()
 
-    def note(self, count: int, seconds: float, usual: float = 0.0) -> None:
-        """Add seconds of a count; more than twice what they were, or what is usual, was something else that held them up."""
+    def note(self, count: int, seconds: float, usual: float = 0.0, num_steps: int = 1) -> None:
+        """Add mean seconds of a count; more than twice what they were, or what is usual, was something else that held them up."""
         octave = count.bit_length()
         before = self._seconds.get(octave, seconds)
-        self._num_seen[octave] += 1
-        rate = SHORTER_RATE if seconds < before else LONGER_RATE
+        self._num_seen[octave] += num_steps
+        rate = 1 - (1 - (SHORTER_RATE if seconds < before else LONGER_RATE)) ** num_steps
         if self._num_seen[octave] <= COLD_STEPS:
             rate = float(seconds < before)
         most = 2 * max(before, usual) or seconds

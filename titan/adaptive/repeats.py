@@ -17,20 +17,22 @@ class Listener(Protocol):
     def repeat_rest(self, num_steps: int) -> None:
         """Hear of steps like the last rest."""
 
+    def note_repeat(self, num_accepted: int) -> None:
+        """Hear at once what drafts brought in a step that drafted as the last one that was decided; it may be the last one."""
+
     def observe_repeats(self, outcomes: Sequence[Outcome]) -> None:
-        """Hear of steps that drafted as the last one that was decided."""
+        """Hear of all such steps."""
 
 
 @dataclass(slots=True)
 class Repeats:
-    """Counts the steps that a controller allows, and tells it of them before the next one is decided.
+    """Uses up the steps that a controller allows, and tells it of them before the next one is decided.
 
     What it allows is used up even if nothing is noted of a step, as of one that ran in parts.
     """
 
     controller: Listener
     is_repeat: bool = False  # whether the present step is one
-    _num_left: int = 0
     _num_rested: int = 0
     _outcomes: list[Outcome] = field(default_factory=list)
 
@@ -40,11 +42,15 @@ class Repeats:
         Args:
             is_alike: whether it is of the same requests as the last step, with a token each.
         """
-        if not (is_alike and self._num_left):
-            self._tell()
-            self._num_left, self.controller.num_repeats = self.controller.num_repeats if is_alike else 0, 0
-        self.is_repeat = self._num_left > 0
-        self._num_left -= self.is_repeat
+        self.is_repeat = is_alike and self.controller.num_repeats > 0
+        if self.is_repeat:
+            self.controller.num_repeats -= 1
+        elif self._num_rested:
+            self.controller.repeat_rest(self._num_rested)
+            self._num_rested = 0
+        elif self._outcomes:
+            self.controller.observe_repeats(self._outcomes)
+            self._outcomes = []
         return self.is_repeat
 
     def note_rest(self) -> None:
@@ -54,13 +60,6 @@ class Repeats:
     def note(self, outcome: Outcome) -> None:
         """Note a repeated step that was to draft; if it did not, the next one is decided on again."""
         self._outcomes.append(outcome)
+        self.controller.note_repeat(outcome.num_accepted)
         if not outcome.num_nodes:
-            self._num_left = 0
-
-    def _tell(self) -> None:
-        if self._num_rested:
-            self.controller.repeat_rest(self._num_rested)
-            self._num_rested = 0
-        elif self._outcomes:
-            self.controller.observe_repeats(self._outcomes)
-            self._outcomes = []
+            self.controller.num_repeats = 0

@@ -38,7 +38,8 @@ class Standing:
     _num_nodes: int = 0  # that came out, of all requests
     _dwell: int = DWELL  # steps that it may stand for
     _usual: float = 0.0  # tokens that the drafts of a step brought when it stood before; 0: it did not
-    _brought: list[int] = field(default_factory=list)  # by the drafts of each step as planned since settings were compared
+    _brought: int = 0  # by drafts in steps as planned since settings were compared
+    _num_brought: int = 0  # such steps
     _lack: float = 0.0  # tokens that these brought less than half of what is usual, since they last brought more
     _size: tuple[int, int] = (0, 0)  # requests and rows of that load
     _num_new: int = 0  # requests since
@@ -63,13 +64,13 @@ class Standing:
         """Let the outcome stand no longer."""
         self.num_left = 0
 
-    def note_drafts(self, brought: Sequence[int]) -> None:
-        """Add what drafts brought in steps as planned. If it is much less than it was, the outcome stands no longer."""
-        self._brought += brought
-        for num_accepted in brought:
-            self._lack = max(0.0, self._lack + self._usual / 2 - num_accepted)
-            if self._lack > LACK * (1 + self._usual):
-                self.num_left, self._dwell = 0, DWELL // 2
+    def note_drafts(self, num_accepted: int) -> None:
+        """Add what drafts brought in a step as planned. If it is much less than it was, the outcome stands no longer."""
+        self._brought += num_accepted
+        self._num_brought += 1
+        self._lack = max(0.0, self._lack + self._usual / 2 - num_accepted)
+        if self._lack > LACK * (1 + self._usual):
+            self.num_left, self._dwell = 0, DWELL // 2
 
     def renew(self, load: Load, planned: Sequence[int], num_drafts: float, plain_seconds: float) -> None:
         """Begin anew.
@@ -83,8 +84,8 @@ class Standing:
         num_nodes, size = sum(planned), (len(planned), load.num_lasting)
         is_alike = num_nodes > 0 and abs(num_nodes - self._num_nodes) <= ALIKE * num_nodes and size[0] == self._size[0]
         self._dwell = min(2 * self._dwell, LONGEST_DWELL if all(planned) else LONGER_DWELL) if is_alike else DWELL
-        self._usual = sum(self._brought) / len(self._brought) if is_alike and self._brought else 0.0
-        self._brought, self._lack = [], 0.0
+        self._usual = self._brought / self._num_brought if is_alike and self._num_brought else 0.0
+        self._brought, self._num_brought, self._lack = 0, 0, 0.0
         self._num_nodes, self._size, self._num_new = num_nodes, size, 0
         worth_it = int(self._comparing.predict(size[0]) / (COMPARE_SHARE * plain_seconds))
         least, most = (DWELL, self._dwell if num_drafts >= DWELL else int(num_drafts)) if num_nodes else OFF_DWELL
