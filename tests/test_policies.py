@@ -298,6 +298,56 @@ def test_a_policy_that_chooses_what_there_is_not_is_named() -> None:
         server.drain()
 
 
+class Faulty(FcfsPolicy):
+    """Fails in one of its methods, at every call or at the requests of one user."""
+
+    name = "faulty"
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        self.called = getattr(self, method)
+        setattr(self, method, self.fail)
+
+    def fail(self, *args: Any) -> Any:
+        if not isinstance(args[0], Request) or args[0].terms.user == "unlucky":
+            raise KeyError("mine")
+        return self.called(*args)
+
+
+@pytest.mark.parametrize("method", ["serve", "first", "victim", "displaceable", "remove"])
+def test_a_policy_that_fails_in_a_step_is_named(method: str) -> None:
+    server = Server(Faulty(method), max_batch_size=2, num_kv_blocks=3)
+    for _ in range(3):
+        server.add({"user": "unlucky"}, 7, 9)
+    with pytest.raises(RuntimeError, match="the scheduling policy 'faulty' failed: KeyError: 'mine'"):
+        server.drain()
+    server.scheduler.end_all("a step failed")
+    assert not server.scheduler.in_flight and all(each.error == "a step failed" for each in server.requests)
+
+
+def test_a_policy_that_fails_at_a_new_request_costs_that_one_alone() -> None:
+    server = Server(Faulty("add"))
+    others = [server.add({}, 3, 4)]
+    failed = server.add({"user": "unlucky", "timeout_s": 1.0}, 3, 4)
+    others.append(server.add({}, 3, 4))
+    assert failed.finish_reason == "error" and failed.error == "the scheduling policy 'faulty' failed: KeyError: 'mine'"
+    server.drain()
+    assert [each.num_output_tokens for each in others] == [4, 4] and not failed.num_output_tokens
+
+
+@pytest.mark.parametrize("method", ["remove", "end"])
+def test_a_policy_that_fails_at_a_request_that_has_ended_costs_nothing(method: str) -> None:
+    server = Server(Faulty(method))
+    other, aborted = server.add({}, 3, 4), server.add({"user": "unlucky"}, 3, 4)
+    server.step()
+    with pytest.warns(RuntimeWarning, match="the scheduling policy 'faulty' failed: KeyError: 'mine', which ends no request"):
+        server.scheduler.abort(aborted, "not wanted any more")
+    assert server.scheduler.in_flight == (other,) and aborted.error == "not wanted any more"
+    if method == "end":
+        server.drain()
+        assert other.num_output_tokens == 4
+
+
 MAX_PROMPT_LEN, MAX_TOKENS, BATCH_SIZE = 12, 5, 3
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 1.0}
 BOUND = 2 * (MAX_PROMPT_LEN + 2 * BATCH_SIZE * MAX_TOKENS)  # the least weight is 1

@@ -225,15 +225,15 @@ def test_a_stream_may_be_abandoned_inside_a_step_and_in_another_thread(llm: LLM)
     assert not llm.engine.scheduler.has_unfinished
 
 
-def test_a_policy_that_fails_where_the_first_of_some_requests_ends_costs_no_blocks(
+def test_an_interrupt_of_a_policy_where_the_first_of_some_requests_ends_costs_no_blocks(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = [greedy(6, ignore_eos=True)] * 4
     expected = [essence(output) for output in llm.generate(PROMPTS, params, use_tqdm=False)]
     policy, num_finished = llm.engine.scheduler.policy, llm.metrics().num_finished_requests
     with monkeypatch.context() as patch:
-        patch.setattr(policy, "end", Mock(side_effect=[ValueError("out of luck"), *[None] * 3]))
-        with pytest.raises(ValueError, match="out of luck"):
+        patch.setattr(policy, "end", Mock(side_effect=[KeyboardInterrupt, *[None] * 3]))
+        with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPTS, params, use_tqdm=False)
     assert llm.metrics().num_finished_requests == num_finished + 4
     assert [essence(output) for output in llm.generate(PROMPTS, params, use_tqdm=False)] == expected
@@ -276,9 +276,9 @@ def test_a_step_that_fails_after_some_have_finished_leaves_the_engine_sound(llm:
 
     with monkeypatch.context() as patch:
         patch.setattr(scheduler.policy, "serve", fail)
-        with pytest.raises(ValueError, match="out of luck"):
+        with pytest.raises(RuntimeError, match="the scheduling policy 'fcfs' failed: ValueError: out of luck") as failure:
             llm.generate(PROMPTS, params, use_tqdm=False)
-    assert [each.error for each in finished] == ["ValueError: out of luck"] * len(finished) and finished
+    assert [each.error for each in finished] == [f"RuntimeError: {failure.value}"] * len(finished) and finished
     assert [essence(output) for output in llm.generate(PROMPTS, params, use_tqdm=False)] == expected
 
 

@@ -113,7 +113,7 @@ class RowChooser:
             if self._kv.reserve(request, request.num_computed_tokens + num_tokens):
                 self._add(request, num_tokens)
                 return
-            victim = scheduler.policy.victim(scheduler.running, scheduler.clock())
+            victim = scheduler.consult(scheduler.policy.victim, scheduler.running, scheduler.clock())
             scheduler.preempt(victim)
             self._plan.remove(victim)
 
@@ -170,7 +170,7 @@ class RowChooser:
         """Preempt running requests for the first waiting one, if the policy allows it and the request can then join."""
         scheduler, kv = self._scheduler, self._kv
         request = scheduler.first()
-        candidates = scheduler.policy.displaceable(request, scheduler.running, scheduler.clock())
+        candidates = scheduler.consult(scheduler.policy.displaceable, request, scheduler.running, scheduler.clock())
         if not candidates or self._options.reservation == "max_tokens" or kv.awaits_sibling(request):
             return
         num_lacking = self._num_missing_blocks([*scheduler.running, request]) - kv.pool.num_free

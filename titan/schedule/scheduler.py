@@ -8,8 +8,10 @@ join, in the order of the policy.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import TypeVar
 
 from titan.core.checks import shown
 from titan.core.metrics import EngineCounters
@@ -37,6 +39,8 @@ least as many, more for a beam."""
 PrefillLimit = Callable[[int, int, int], int]
 """Returns how many prompt tokens a step may take, at least 1, given the number of requests that decode, the computed tokens of all
 running requests, and the maximum."""
+
+T = TypeVar("T")
 
 _POLICIES: Mapping[str, Callable[[], SchedulingPolicy]] = {"fcfs": FcfsPolicy, "priority": PriorityPolicy, "fair": FairPolicy}
 
@@ -90,7 +94,7 @@ class Scheduler:
         return has_room or (request.expiry is not None and request.expiry <= self.clock())
 
     def add(self, request: Request) -> None:
-        """Queue a request; one that was admitted, but no longer fits since the KV cache was resized, ends at once, with an error.
+        """Queue a request; it ends at once, with an error, if the policy fails, or the KV cache was resized and it no longer fits.
 
         Raises:
             ValueError: the queue is full.
@@ -100,7 +104,12 @@ class Scheduler:
                 f"max_waiting_requests={self.options.max_waiting_requests} requests are waiting already: "
                 f"request {request.request_id} is refused; add it again after some steps"
             )
-        self._queue(request)
+        try:
+            self._queue(request)
+        except RuntimeError as error:  # the policy would never start it
+            self._drop(request, str(error))
+            del self.waiting[request]
+            return
         if request.expiry is not None:
             self._expiries.push(request, request.expiry)
         if (num_blocks := max_num_blocks(request, self.kv.block_size)) > self.kv.num_blocks:
@@ -118,7 +127,7 @@ class Scheduler:
         assert not request.is_finished
         request.finish_reason, request.error = reason, error
         if request in self.waiting:
-            self.policy.remove(request)
+            self._tell(self.policy.remove, request)
         elif request not in self.running:
             self._count_finished(request)
             return
@@ -130,14 +139,18 @@ class Scheduler:
         Requests that the interrupted step has finished end with the error, too: their outputs may be incomplete.
         """
         for request in dict.fromkeys(self.in_flight):
-            mark_failed(request, error)
-            self._count_finished(request)
-            for tell in (self.policy.remove, self.policy.end) if request in self.waiting else (self.policy.end,):
-                with suppress(Exception):  # it may have been told already, or be what failed
-                    tell(request)
+            self._drop(request, error)
         self._expiries = Heap()
         self.waiting.clear()
         self.running.clear()
+
+    def _drop(self, request: Request, error: str) -> None:
+        """End a request with an error, whose blocks are free, and which is yet to leave."""
+        mark_failed(request, error)
+        self._count_finished(request)
+        for tell in (self.policy.remove, self.policy.end) if request in self.waiting else (self.policy.end,):
+            with suppress(Exception):  # it may have been told already, or be what failed
+                tell(request)
 
     def expire(self) -> list[Request]:
         """Abort the requests that have not finished within their ``timeout_s``, and return them."""
@@ -191,9 +204,20 @@ class Scheduler:
             plan.num_slots.append(num_slots if is_more else budget)
         return plan
 
+    def consult(self, ask: Callable[..., T], *args: object) -> T:
+        """Return what a method of the policy returns.
+
+        Raises:
+            RuntimeError: it failed; the message names the policy.
+        """
+        try:
+            return ask(*args)
+        except Exception as error:
+            raise self._policy_failed(error) from error
+
     def first(self) -> Request:
         """Return the waiting request that starts next."""
-        request = self.policy.first(self.clock())
+        request = self.consult(self.policy.first, self.clock())
         if request not in self.waiting:
             raise RuntimeError(f"the scheduling policy {self.policy.name!r} starts {shown(request)}, which does not wait")
         return request
@@ -203,7 +227,7 @@ class Scheduler:
         if not self.kv.awaits_sibling(request):
             self._admit(request)
         self.running.append(request)
-        self.policy.remove(request)
+        self.consult(self.policy.remove, request)
         del self.waiting[request]
 
     def ensure_kv(self, request: Request) -> bool:
@@ -250,7 +274,10 @@ class Scheduler:
                 request.prompt_logprobs += acceptance.prompt_logprobs.get(i, ())
             if token_ids:
                 num_emitted = append_tokens(request, token_ids)
-                self.policy.serve(request, 0, num_emitted)
+                try:
+                    self.policy.serve(request, 0, num_emitted)
+                except Exception as fault:
+                    raise self._policy_failed(fault) from fault
                 if request.logprobs is not None:
                     request.add_logprobs(acceptance.logprobs[i][:num_emitted])
                 if request.metrics.first_token_time is None:
@@ -293,7 +320,17 @@ class Scheduler:
 
     def _queue(self, request: Request) -> None:
         self.waiting[request] = None
-        self.policy.add(request)
+        self.consult(self.policy.add, request)
+
+    def _policy_failed(self, error: Exception) -> RuntimeError:
+        return RuntimeError(f"the scheduling policy {self.policy.name!r} failed: {type(error).__name__}: {error}")
+
+    def _tell(self, tell: Callable[[Request], None], request: Request) -> None:
+        """Tell the policy of a request that has ended, and goes whatever the policy does: if that fails, warn."""
+        try:
+            self.consult(tell, request)
+        except RuntimeError as error:
+            warnings.warn(f"{error}, which ends no request", RuntimeWarning, stacklevel=2)
 
     def _swap_out(self, request: Request) -> bool:
         """Move a request's KV to the swap space; return whether there was room, and memory for the copy."""
@@ -324,7 +361,7 @@ class Scheduler:
             metrics.first_scheduled_time = self.clock()
             metrics.num_cached_tokens = num_cached_tokens
             num_prompt_tokens = max(0, request.num_prompt_tokens - request.num_computed_tokens)
-            self.policy.serve(request, num_prompt_tokens, 0)
+            self.consult(self.policy.serve, request, num_prompt_tokens, 0)
             self.service.start(request, num_prompt_tokens, metrics.first_scheduled_time)
 
     def _finish(self, request: Request) -> None:
@@ -335,7 +372,7 @@ class Scheduler:
         if request.detokenizer is not None and not isinstance(request.stop_reason, str):
             with fail_if_unreadable(request):
                 request.detokenizer.finish()  # text truncated at a stop string is already complete
-        self.policy.end(request)
+        self._tell(self.policy.end, request)
         if request in self.waiting:
             del self.waiting[request]
         else:
