@@ -19,6 +19,7 @@ from torch import Tensor
 from titan.core.batch import QueryRow, build_batch
 from titan.core.growth import Feed, GrowthSpec
 from titan.core.kv_tensor import KVTensor
+from titan.core.out_of_memory import is_out_of_memory
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import DraftTrees
@@ -56,6 +57,7 @@ class DraftModelDrafter:
         self.kv = model.kv_layout.stored_as(context.kv_cache_dtype)
         self.max_draft_tokens = context.max_draft_tokens
         self.max_num_batched_tokens = context.max_num_batched_tokens
+        self._most_fed = self.max_num_batched_tokens  # tokens of a first pass; fewer for a while where memory was lacking
         self.vocab_size = model.config.vocab_size
         self.target_vocab_size = context.target_vocab_size
         self.vocabulary = vocabulary
@@ -87,7 +89,12 @@ class DraftModelDrafter:
         num_rows = len(plan.requests)
         if not feeds:
             return DraftTrees.empty(num_rows, self.context.backend.device)
-        trees = self.runner.grow(feeds, num_rows, self._num_proposable)
+        try:
+            trees = self.runner.grow(feeds, num_rows, self._num_proposable)
+        except Exception as error:
+            self._feed_less(error, sum([len(feed.token_ids) for feed in feeds]))
+            raise
+        self._most_fed = min(2 * self._most_fed, self.max_num_batched_tokens)
         for feed in feeds:  # now that their KV is written
             plan.requests[feed.row].cover_draft(len(feed.token_ids))
         return trees if self.vocabulary is None else self.vocabulary.to_target(trees)
@@ -98,7 +105,7 @@ class DraftModelDrafter:
         return len(self._reviewed(request, request.num_drafted_context, min(request.num_tokens - 1, self.max_len)))
 
     def review(self, requests: Sequence[Request]) -> ReviewReport:
-        num_left = self.max_num_batched_tokens
+        num_left = self._most_fed
         ranges = list[range]()  # per request, the positions whose next tokens are reviewed
         fed = list[tuple[Request, int]]()
         rows = list[QueryRow]()
@@ -116,8 +123,13 @@ class DraftModelDrafter:
             return ReviewReport([Review((), None) for _ in requests])
         batch = build_batch(rows, block_size=self._block_size)
         start_s = time.perf_counter()
-        logits = self.runner.forward(batch)
+        try:
+            logits = self.runner.forward(batch)
+        except Exception as error:
+            self._feed_less(error, len(batch.token_ids))
+            raise
         seconds = time.perf_counter() - start_s
+        self._most_fed = min(2 * self._most_fed, self.max_num_batched_tokens)
         for request, num_tokens in fed:  # now that their KV is written
             request.cover_draft(num_tokens)
         temperatures = np.repeat([*map(score_temperature, requests)], [*map(len, ranges)])
@@ -131,6 +143,11 @@ class DraftModelDrafter:
             reviews.append(Review([each for each, _ in known_ones], [each for _, each in known_ones] if has_scores else None))
             first += len(positions)
         return ReviewReport(reviews, len(batch.token_ids), seconds if self.context.backend.is_host else 0.0)
+
+    def _feed_less(self, error: Exception, num_fed: int) -> None:
+        """Halve the next first pass if one of ``num_fed`` tokens failed for lack of memory; passes may double once they succeed."""
+        if is_out_of_memory(error):
+            self._most_fed = max(1, num_fed // 2)
 
     def _first_children(self, logits: Tensor, temperatures: NDArray[np.float64]) -> tuple[list[int], list[float]]:
         """Return each row's most likely token, by the target's ids, and its log-probability: the first child of a root there."""
@@ -161,7 +178,7 @@ class DraftModelDrafter:
 
     def _feeds(self, plan: StepPlan) -> list[Feed]:
         """Return the feeds of a step: the committed tokens that the draft lacks, in the order of the rows until a pass is full."""
-        num_left = self.max_num_batched_tokens
+        num_left = self._most_fed
         table, is_host = plan.block_table, self.context.backend.is_host
         feeds: list[Feed] = []
         rows = zip(plan.requests, plan.num_tokens, plan.draft_budgets, plan.num_slots, strict=True)

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from typing import Any
 
 import pytest
+import torch
 from auditor import Auditor
 from proposals import SHAPES
 from stepping import AMPLE, SCARCE, check_blocks, drain, greedy, make_engine, submit
@@ -179,3 +181,34 @@ def test_a_long_context_is_caught_up_within_the_token_budget_before_anything_is_
     metrics = engine.metrics()
     assert sum(metrics.proposed_per_depth) - sum(metrics.accepted_per_depth) == num_rejected
     assert sum(metrics.accepted_per_depth) > 10
+
+
+@pytest.mark.parametrize("is_reviewed", [False, True])
+def test_what_memory_lacks_for_at_once_is_fed_in_parts(zoo: Zoo, is_reviewed: bool) -> None:
+    """After a swap there is memory for passes of 10 tokens; the draft is the target."""
+    engine = make_engine(zoo.path("llama"), None, **AMPLE | {"max_num_batched_tokens": 128})
+    [request] = submit(engine, [[*range(3, 83)]], [greedy(60, ignore_eos=True)])
+    while request.num_output_tokens < 4:
+        engine.step()
+    engine.swap_draft(zoo.path("llama"))
+    drafter: Any = engine.drafter
+    runner, fed = drafter.runner, []
+    grow, forward = runner.grow, runner.forward
+
+    def check_memory(num_tokens: int) -> None:
+        fed.append(num_tokens)
+        if num_tokens > 10:
+            raise torch.OutOfMemoryError("made up")
+
+    runner.grow = lambda feeds, *others: (check_memory(sum(len(feed.token_ids) for feed in feeds)), grow(feeds, *others))[1]
+    runner.forward = lambda batch: (check_memory(len(batch.token_ids)), forward(batch))[1]
+    while is_reviewed and request.num_tokens - request.num_drafted_context > 1:
+        with suppress(torch.OutOfMemoryError):
+            drafter.review([request])
+    with nullcontext() if is_reviewed else pytest.warns(RuntimeWarning, match="OutOfMemoryError: made up"):
+        drain(engine)
+    assert request.output_token_ids == zoo.greedy("llama", request.prompt_token_ids, 60, ignore_eos=True)
+    num_failed = sum(each > 10 for each in fed)
+    assert 4 <= num_failed <= 4 + 80 // 5 and sum(each for each in fed if each <= 10) > request.num_prompt_tokens
+    assert request.metrics.num_accepted_tokens > 20
+    assert drafter._most_fed == drafter.max_num_batched_tokens, "memory for it is looked for again"
