@@ -5,6 +5,8 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -468,3 +470,47 @@ def test_a_stream_that_is_complete_outlives_a_step_that_fails(llm: LLM) -> None:
         llm.engine.observers.remove(fail)
     *_, last = stream
     assert last.finished and last.error is None
+
+
+ENDING = """
+import atexit, os, sys, threading
+
+def ask_too_late():
+    try:
+        llm.generate([[5, 6]], use_tqdm=False)
+    except RuntimeError as error:
+        os.write(1, str(error).encode())
+
+atexit.register(ask_too_late)  # before all others, so that it is called last
+
+import torch
+from titan import LLM, SamplingParams
+
+has_begun, matrix = threading.Event(), torch.ones(1000, 1000)
+
+def observe(plan, acceptance):
+    os.write(1, b"begun ")
+    has_begun.set()
+    for _ in range(10):
+        matrix @ matrix  # during which other threads run
+    os.write(1, b"done ")
+
+def ask():
+    llm.generate([[5, 6]], SamplingParams(max_tokens=400, ignore_eos=True, detokenize=False), use_tqdm=False)
+    os.write(1, b"answered ")
+
+llm = LLM(sys.argv[1], dtype="float32", device="cpu", num_kv_blocks=64, warm_up=False)
+llm.engine.observers.append(observe)
+for _ in range(2):
+    threading.Thread(target=ask, daemon=True).start()
+has_begun.wait()
+"""
+
+
+def test_a_process_ends_between_the_steps_of_its_daemon_threads(zoo: Zoo) -> None:
+    command = [sys.executable, "-c", ENDING, zoo.path("llama+text")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=WATCHDOG_S, check=False)
+    assert ended.returncode == 0 and not ended.stderr
+    *steps, refusal = ended.stdout.split(" ", 2 * ended.stdout.count("begun"))
+    assert steps == ["begun", "done"] * (len(steps) // 2) and steps
+    assert "while its process ends" in refusal

@@ -7,8 +7,9 @@ from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
-from threading import RLock, get_ident
+from threading import RLock, current_thread, get_ident
 from typing import Any, TypeVar
+from weakref import finalize
 
 from titan.core.checks import shown
 from titan.core.metrics import EngineMetrics
@@ -93,6 +94,7 @@ class StepLoop:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._lock = RLock()  # held by the leader
+        self._life = finalize(self, self._lock.acquire)  # at the end of the process, which would abort beneath a daemon's step
         self._leader: int | None = None  # the thread that holds the lock
         self._callers: dict[_Caller, None] = {}  # in order of arrival; the leader is among them
         self._runs: dict[_Run, None] = {}  # in flight; changed and read by the leader only
@@ -147,7 +149,7 @@ class StepLoop:
         """Call a function before the next step, perhaps in another thread, and return its result.
 
         Raises:
-            RuntimeError: the caller is inside a step, or in a forked process.
+            RuntimeError: the caller is inside a step, or in a forked process, or the process ends.
         """
         return self._wait(lambda: (function(),))[0]
 
@@ -194,6 +196,8 @@ class StepLoop:
                 "an LLM cannot be called from inside its own step, by a logits processor, an observer or a drafter: call it "
                 "when generate() has returned, or between the outputs of stream()"
             )
+        if not self._life.alive and not current_thread().daemon:  # daemon threads sleep until they are gone
+            raise RuntimeError("an LLM cannot be called while its process ends, by a function of atexit: call it before")
 
     def _wait(self, ask: Callable[[], T | None]) -> T:
         """Return the first answer of ``ask`` that is not ``None``; step meanwhile, unless another thread does."""
@@ -250,8 +254,8 @@ class StepLoop:
         self._failure = None
 
     def _step_for(self, own: _Caller) -> None:
-        """Step until there is an answer for a caller; wake the others when there is one for them."""
-        while True:
+        """Step until there is an answer for a caller, or the process ends; wake the others when there is an answer for them."""
+        while self._life.alive:
             self._abort_abandoned()
             has_answered = False
             for caller in tuple(self._callers):
