@@ -83,7 +83,7 @@ class Drafting:
         if plan.is_plain:
             return nothing
         may_sample = [not request.params.is_greedy for request in plan.requests]
-        limits = TreeLimits(plan.draft_budgets, may_sample, plan.num_slots)
+        limits = TreeLimits(tuple(plan.draft_budgets), may_sample, tuple(plan.num_slots))  # which a drafter cannot write to
 
         def propose() -> DraftTrees:
             return DraftTrees.of(

@@ -322,6 +322,11 @@ def build_nonsense(plan: StepPlan) -> list[DraftTree]:
     return [DraftTree.chain([1.5]) for _ in plan.requests]  # type: ignore[list-item]
 
 
+def raise_budgets(plan: StepPlan) -> list[DraftTree]:
+    plan.draft_budgets[:] = plan.num_slots[:] = [60] * len(plan.requests)
+    return [DraftTree.chain([5] * budget) for budget in plan.draft_budgets]
+
+
 def place_in(function: FunctionType) -> str:
     """The file and the first line of a function's body, as a pattern."""
     return f"{re.escape(__file__)}:{function.__code__.co_firstlineno + 1}"
@@ -338,6 +343,7 @@ def place_in(function: FunctionType) -> str:
             r"ValueError: .* proposed .*must return a list of one DraftTree per row",
         ),
         ("propose", lambda plan: [DraftTree.chain([5000][:each]) for each in plan.draft_budgets], "ValueError: .* proposed .*5000"),
+        ("propose", raise_budgets, "ValueError: .* proposed 60 nodes: at most . were allowed"),
         ("commit", lambda *_: {}[5], "KeyError: 5"),
     ],
 )
