@@ -26,7 +26,7 @@ struct AttentionRoom {
   std::vector<Line> keys;     // Factor [kTile, P], if they cannot be used in place
   std::vector<Line> values;   // Value [kTile, V], if they cannot be used in place; numbers of 16 bits as pairs of slots [kTile / 2, V, 2]
   std::vector<Line> sums;     // float [heads, rows, V], weighted sums of values, in their order
-  std::vector<float> largest; // [heads, rows], largest score
+  std::vector<float> largest; // [heads, rows], largest score, and kLanes numbers more
   std::vector<float> totals;  // [heads, rows], sums of weights
   std::vector<RowSlots> seen; // [rows]
 };
@@ -91,22 +91,42 @@ void score(const X* query, const X* const* keys, int64_t dim, float scale, float
   store(__builtin_convertvector(sum_lanes(products), Lanes) * scale, scores);
 }
 
-// Turn the scores of a row into weights, relative to the largest score so far (online softmax: Milakov and Gimelshein, 2018); return
-// the factor for earlier sums. Sums run over whole tiles, so that their order does not depend on where the context ends.
-inline float weigh(float* scores, float* largest, float* total) {
-  Lanes most = Lanes{} + *largest, sum = {};
-  for (int64_t j = 0; j < kTile; j += kLanes) {
-    const Lanes x = load_lanes(scores + j);
-    most = x > most ? x : most; // never NaN
-  }
-  const float new_largest = largest_of(most);
-  const float base = new_largest == kMinusInfinity ? 0.0f : new_largest, kept = exponential(*largest - base);
+// Turn the scores of M rows into weights, relative to each row's largest score so far (online softmax: Milakov and Gimelshein, 2018),
+// and compute the factors for earlier sums. Sums run over whole tiles, so that their order does not depend on where the context ends.
+// All rows go through each stage before the next one: stages of a row alone wait for each other. Of `largest`, kLanes numbers are read.
+template <int M>
+inline void weigh(float (*scores)[kTile], float* largest, float* totals, float* kept) {
+  if constexpr (M > kLanes) {
+    weigh<kLanes>(scores, largest, totals, kept);
+    return weigh<M - kLanes>(scores + kLanes, largest + kLanes, totals + kLanes, kept + kLanes);
+  } else {
+    Lanes most[M], sums[M] = {};
+    for (int row = 0; row < M; ++row) {
+      most[row] = Lanes{} + largest[row];
+      for (int64_t j = 0; j < kTile; j += kLanes) {
+        const Lanes x = load_lanes(scores[row] + j);
+        most[row] = x > most[row] ? x : most[row]; // never NaN
+      }
+    }
+    const Lanes new_largest = largest_lanes(most), base = new_largest == kMinusInfinity ? Lanes{} : new_largest;
+    const Lanes change = load_lanes(largest) - base; // above 0 in lanes of other rows alone
+    Line bases, factors;
+    store(base, bases.lanes);
+    store(change > 0.0f ? Lanes{} : change, factors.lanes);
 #pragma omp simd
-  for (int64_t j = 0; j < kTile; ++j) scores[j] = exponential(scores[j] - base);
-  for (int64_t j = 0; j < kTile; j += kLanes) sum += load_lanes(scores + j);
-  *total = *total * kept + sum_of(sum); // NaN if a score is
-  *largest = new_largest;
-  return kept;
+    for (int row = 0; row < kLanes; ++row) factors.lanes[row] = exponential(factors.lanes[row]);
+    for (int row = 0; row < M; ++row) {
+#pragma omp simd
+      for (int64_t j = 0; j < kTile; ++j) scores[row][j] = exponential(scores[row][j] - bases.lanes[row]);
+      for (int64_t j = 0; j < kTile; j += kLanes) sums[row] += load_lanes(scores[row] + j);
+    }
+    const Lanes sum = sum_lanes(sums); // NaN if a score is
+    for (int row = 0; row < M; ++row) {
+      largest[row] = new_largest[row];
+      kept[row] = factors.lanes[row];
+      totals[row] = totals[row] * kept[row] + sum[row];
+    }
+  }
 }
 
 constexpr int kMostSums = kLanes == 8 ? 8 : 24; // vectors of sums that stay in registers, beside values
@@ -135,26 +155,28 @@ template <int M, typename S, typename X, typename Y>
 void attend_rows(const Head<S>& head, const Tile& tile, const X* const* keys, const Y* const* values, const TileScales* scales,
                  int64_t dim, int64_t value_dim, int64_t first, int64_t place, const Ahead<S>& ahead, AttentionRoom* room) {
   const auto compute_scores = dim == 64 ? score<64, X> : dim == 128 ? score<128, X> : score<0, X>;
+  alignas(64) float scores[M][kTile];
   X weights[M][kTile];
   float kept[M], units[M];
   for (int row = 0; row < M; ++row) {
-    alignas(64) float scores[kTile];
     const float scale = kIsQuantised<S> ? head.spec.scale * room->units[place + row] : head.spec.scale;
     const X* query = numbers_of<X>(room->queries) + (place + row) * dim;
     for (int j = 0; j < kTile; j += kLanes) {
       for (int64_t i = j; row == 0 && i < std::min<int64_t>(j + kLanes, ahead.count); ++i)
         prefetch_numbers(ahead.keys + ahead.offsets[i], ahead.key_size);
-      compute_scores(query, keys + j, dim, scale, scores + j);
+      compute_scores(query, keys + j, dim, scale, scores[row] + j);
     }
-    if constexpr (kIsQuantised<S>) multiply(scores, scales->keys);
-    if (head.spec.softcap > 0) cap_scores(scores, kTile, 1.0f, head.spec.softcap);
-    hide(head, first + row, room->seen[first + row], tile, scores);
-    kept[row] = weigh(scores, &room->largest[place + row], &room->totals[place + row]);
+    if constexpr (kIsQuantised<S>) multiply(scores[row], scales->keys);
+    if (head.spec.softcap > 0) cap_scores(scores[row], kTile, 1.0f, head.spec.softcap);
+    hide(head, first + row, room->seen[first + row], tile, scores[row]);
+  }
+  weigh<M>(scores, &room->largest[place], &room->totals[place], kept);
+  for (int row = 0; row < M; ++row) {
     if constexpr (kIsQuantised<S>) {
-      multiply(scores, scales->values);
-      units[row] = round_to_integers(scores, kTile, kLargestWeight, weights[row]);
+      multiply(scores[row], scales->values);
+      units[row] = round_to_integers(scores[row], kTile, kLargestWeight, weights[row]);
     } else {
-      for (int64_t j = 0; j < kTile; j += kLanes) narrow_lanes(load_lanes(scores + j), &weights[row][j]);
+      for (int64_t j = 0; j < kTile; j += kLanes) narrow_lanes(load_lanes(scores[row] + j), &weights[row][j]);
     }
   }
   const auto add = [&](auto vectors, int64_t d) {
@@ -219,7 +241,7 @@ void attend_by_vectors(const Head<S>& first_head, const T* q, int64_t q_stride, 
   room.sums.assign(num_lines<float>(num_places * sums_dim), Line{});
   room.keys.resize(num_lines<float>(kTile * dim));
   room.values.resize(num_lines<float>(2 * kTile * sums_dim));
-  room.largest.assign(num_places, kMinusInfinity);
+  room.largest.assign(num_places + kLanes, kMinusInfinity);
   room.totals.assign(num_places, spec.sinks ? 1.0f : 0.0f);
   room.seen.resize(num_rows);
   const auto for_places = [&](const auto& work) { // with the place in the room, the token and the query head

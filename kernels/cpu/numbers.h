@@ -86,15 +86,28 @@ inline void transpose(Words* x) {
   if constexpr (Half > 1) transpose<Half / 2>(x);
 }
 
-// Return the sum over the lanes of each of kLanes vectors.
-template <int Half = kLanes / 2, typename Vector>
-inline Vector sum_lanes(Vector* x) {
-  for (int i = 0; i < Half; ++i) {
-    exchange<Half>(x + i, x + i + Half, LaneIndices{});
-    x[i] += x[i + Half];
-  }
-  if constexpr (Half > 1) return sum_lanes<Half / 2>(x);
+// In every 2 * Half lanes, combine those that are `Half` apart: of `a` in the lower half of the result, of `b` in the upper one.
+template <int Half, typename Vector, typename Combine, size_t... I>
+inline Vector fold(Vector a, Vector b, const Combine& combine, std::index_sequence<I...>) {
+  return combine(shuffle<(I & Half ? kLanes + I : I)...>(a, b), shuffle<(I & Half ? kLanes + I - Half : I + Half)...>(a, b));
+}
+
+// Combine all lanes of each of M vectors, at most kLanes, by a function of two vectors: lane i of the result is of vector i.
+template <int Half = kLanes / 2, int M, typename Vector, typename Combine>
+inline Vector reduce(Vector (&x)[M], const Combine& combine) {
+  for (int i = 0; i < std::min(M, Half); ++i) x[i] = fold<Half>(x[i], x[i + Half < M ? i + Half : i], combine, LaneIndices{});
+  if constexpr (Half > 1) return reduce<Half / 2>(x, combine);
   return x[0];
+}
+
+template <int M, typename Vector>
+inline Vector sum_lanes(Vector (&x)[M]) {
+  return reduce(x, [](Vector a, Vector b) { return a + b; });
+}
+
+template <int M>
+inline Lanes largest_lanes(Lanes (&x)[M]) {
+  return reduce(x, [](Lanes a, Lanes b) { return a > b ? a : b; });
 }
 
 // Order the lanes of two vectors as pairs of one of each: the lower half of the result, then the upper one.
@@ -103,24 +116,6 @@ inline void interleave(Lanes* a, Lanes* b, std::index_sequence<I...>) {
   const Lanes x = *a, y = *b;
   *a = shuffle<(I % 2 * kLanes + I / 2)...>(x, y);
   *b = shuffle<(I % 2 * kLanes + (kLanes + I) / 2)...>(x, y);
-}
-
-// Combine all lanes of a vector by a function of two vectors.
-template <int Half = kLanes / 2, typename Combine>
-inline float reduce(Lanes x, const Combine& combine) {
-  Lanes y = x;
-  exchange<Half>(&x, &y, LaneIndices{});
-  const Lanes both = combine(x, y);
-  if constexpr (Half > 1) return reduce<Half / 2>(both, combine);
-  return both[0];
-}
-
-inline float sum_of(Lanes x) {
-  return reduce(x, [](Lanes a, Lanes b) { return a + b; });
-}
-
-inline float largest_of(Lanes x) {
-  return reduce(x, [](Lanes a, Lanes b) { return a > b ? a : b; });
 }
 
 struct Float16 {
