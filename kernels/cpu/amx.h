@@ -152,16 +152,6 @@ inline Lanes add_terms(const float* sums) {
   return total;
 }
 
-inline void narrow_both(Lanes x, Lanes y, float* result) {
-  store(x, result);
-  store(y, result + kLanes);
-}
-
-// A whole cache line at once; like the units, the instruction treats subnormal numbers as zero.
-inline void narrow_both(Lanes x, Lanes y, BFloat16* result) {
-  store(_mm512_cvtne2ps_pbh(reinterpret<__m512>(y), reinterpret<__m512>(x)), result);
-}
-
 // Write the first `count` outputs of a row of two blocks.
 template <typename T>
 inline void write_row(const float* sums, int64_t count, const T* bias, const T* residual, T* output) {

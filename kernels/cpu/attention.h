@@ -77,18 +77,21 @@ void pair_values(const S* const* rows, int64_t count, int64_t dim, Y* pairs, con
   }
 }
 
-// Compute the scores of a row with kLanes keys; D is their number of dimensions, or 0: any.
+// Compute the scores of rows with kLanes keys; D is their number of dimensions, or 0: any.
 template <int D, typename X>
-void score(const X* query, const X* const* keys, int64_t dim, float scale, float* scores) {
-  Sums<X> products[kLanes];
+void score(const X* queries, int num_rows, const X* const* keys, int64_t any_dim, const float* row_scales, float* scores) {
+  const int64_t dim = D ? D : any_dim;
+  for (int row = 0; row < num_rows; ++row, queries += dim) {
+    Sums<X> products[kLanes];
 #pragma GCC unroll 16
-  for (int i = 0; i < kLanes; ++i) {
-    const X* key = keys[i];
-    products[i] = Sums<X>{};
+    for (int i = 0; i < kLanes; ++i) {
+      const X* key = keys[i];
+      products[i] = Sums<X>{};
 #pragma GCC unroll 8
-    for (int64_t d = 0; d < (D ? D : dim); d += kStep<X>) products[i] = add_product(products[i], query + d, key + d);
+      for (int64_t d = 0; d < dim; d += kStep<X>) products[i] = add_product(products[i], queries + d, key + d);
+    }
+    store(__builtin_convertvector(sum_lanes(products), Lanes) * row_scales[row], scores + row * kTile);
   }
-  store(__builtin_convertvector(sum_lanes(products), Lanes) * scale, scores);
 }
 
 // Turn the scores of M rows into weights, relative to each row's largest score so far (online softmax: Milakov and Gimelshein, 2018),
@@ -155,17 +158,17 @@ template <int M, typename S, typename X, typename Y>
 void attend_rows(const Head<S>& head, const Tile& tile, const X* const* keys, const Y* const* values, const TileScales* scales,
                  int64_t dim, int64_t value_dim, int64_t first, int64_t place, const Ahead<S>& ahead, AttentionRoom* room) {
   const auto compute_scores = dim == 64 ? score<64, X> : dim == 128 ? score<128, X> : score<0, X>;
+  const X* queries = numbers_of<X>(room->queries) + place * dim;
   alignas(64) float scores[M][kTile];
-  X weights[M][kTile];
-  float kept[M], units[M];
+  alignas(64) X weights[M][kTile];
+  float row_scales[M], kept[M], units[M];
+  for (int row = 0; row < M; ++row) row_scales[row] = kIsQuantised<S> ? head.spec.scale * room->units[place + row] : head.spec.scale;
+  for (int j = 0; j < kTile; j += kLanes) {
+    const int64_t end = std::min<int64_t>(j + kLanes, ahead.count);
+    for (int64_t i = j; i < end; ++i) prefetch_numbers(ahead.keys + ahead.offsets[i], ahead.key_size);
+    compute_scores(queries, M, keys + j, dim, row_scales, &scores[0][j]);
+  }
   for (int row = 0; row < M; ++row) {
-    const float scale = kIsQuantised<S> ? head.spec.scale * room->units[place + row] : head.spec.scale;
-    const X* query = numbers_of<X>(room->queries) + (place + row) * dim;
-    for (int j = 0; j < kTile; j += kLanes) {
-      for (int64_t i = j; row == 0 && i < std::min<int64_t>(j + kLanes, ahead.count); ++i)
-        prefetch_numbers(ahead.keys + ahead.offsets[i], ahead.key_size);
-      compute_scores(query, keys + j, dim, scale, scores[row] + j);
-    }
     if constexpr (kIsQuantised<S>) multiply(scores[row], scales->keys);
     if (head.spec.softcap > 0) cap_scores(scores[row], kTile, 1.0f, head.spec.softcap);
     hide(head, first + row, room->seen[first + row], tile, scores[row]);
@@ -176,7 +179,8 @@ void attend_rows(const Head<S>& head, const Tile& tile, const X* const* keys, co
       multiply(scores[row], scales->values);
       units[row] = round_to_integers(scores[row], kTile, kLargestWeight, weights[row]);
     } else {
-      for (int64_t j = 0; j < kTile; j += kLanes) narrow_lanes(load_lanes(scores[row] + j), &weights[row][j]);
+      for (int64_t j = 0; j < kTile; j += 2 * kLanes)
+        narrow_both(load_lanes(scores[row] + j), load_lanes(scores[row] + j + kLanes), &weights[row][j]);
     }
   }
   const auto add = [&](auto vectors, int64_t d) {
