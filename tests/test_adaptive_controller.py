@@ -676,6 +676,17 @@ def test_requests_that_differ_are_believed_sooner_and_count_alike() -> None:
     assert busy < 0.45  # the mean of all drafts would be 0.7
 
 
+def test_requests_that_have_left_tell_by_how_much_requests_differ() -> None:
+    """Of the same mean, those that differed let a new request's own drafts count for more."""
+    found = list[float]()
+    for shown in ((0.5, 0.5), (0.05, 0.95)):
+        past, gone = PastRequests(), [replace(counts(p, 10.0), num_ever=10) for p in shown * 4]
+        past.follow(gone, 1.0)
+        past.follow([], 1.0)
+        found.append(estimate(AcceptanceCounts(), past, [counts(0.9, 4.0)]).means[0])
+    assert 0.5 < found[0] < 0.6 < 0.75 < found[1] < 0.9
+
+
 def test_a_draft_that_is_less_sure_than_it_is_right_is_believed_to_be_right() -> None:
     """Growth goes by its confidence all the same."""
     found = estimate(counts(0.5, 0), PastRequests(), [AcceptanceCounts(18.0, 9.0, 0.3, 1000.0)])

@@ -12,8 +12,9 @@ part as one more of them, and so do the last requests that have left: there is s
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import sqrt
 from operator import mul
 from typing import NamedTuple
@@ -30,6 +31,9 @@ PAST_ACCEPTANCE, PAST_PRIOR, PAST_MEMORY = 0.6, 1.0, 15 / 16
 """Acceptance that requests are expected to have shown when they leave, and the number of them that this counts as when the first
 one leaves; and the share that counts keep when another one does."""
 
+NUM_PAST = 16
+"""Number of requests that have left and still tell by how much requests differ."""
+
 YIELD_PRIOR, YIELD_MEMORY = 16.0, 127 / 128
 """Tokens that drafting counts as having brought, as planned, beside what was seen; and the share of that which a step leaves,
 with drafts or without."""
@@ -45,10 +49,11 @@ class Estimates(NamedTuple):
 
 @dataclass(slots=True)
 class PastRequests:
-    """The mean acceptance of requests that have left."""
+    """What requests that have left showed."""
 
-    acceptance: float = PAST_ACCEPTANCE
+    acceptance: float = PAST_ACCEPTANCE  # mean
     weight: float = 0.0  # number of requests that it is of, each as far as it drafted; older ones count less
+    last: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=NUM_PAST))  # drafts and acceptance of each
     _present: Sequence[AcceptanceCounts] = ()
 
     def follow(self, present: Sequence[AcceptanceCounts], agreement: float) -> None:
@@ -62,8 +67,10 @@ class PastRequests:
         for counts in self._present:
             if id(counts) not in staying and counts.num_ever:
                 share = counts.num_ever / (counts.num_ever + STRENGTH)
+                shown = own_acceptance(counts, agreement)
                 self.weight = PAST_MEMORY * (self.weight or PAST_PRIOR) + share
-                self.acceptance += (own_acceptance(counts, agreement) - self.acceptance) * share / self.weight
+                self.acceptance += (shown - self.acceptance) * share / self.weight
+                self.last.append((counts.num_drafts, shown))
         self._present = present
 
 
@@ -122,7 +129,7 @@ def estimate(fleet: AcceptanceCounts, past: PastRequests, requests: Sequence[Acc
     agreement = fleet.agreement
     drafts = [each.num_drafts for each in requests]
     own = [own_acceptance(each, agreement) for each in requests]
-    k = _strength(drafts, own)
+    k = _strength([*drafts, *[count for count, _ in past.last]], [*own, *[shown for _, shown in past.last]])
     shares = [count / (count + k) for count in drafts]
     of_fleet = fleet.num_drafts / (fleet.num_drafts + k)
     weight = sum(shares) + of_fleet + past.weight
