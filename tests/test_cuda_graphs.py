@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -29,6 +30,7 @@ from titan.core.trees import EMPTY_TREE, DraftTree
 from titan.kernels.growth import _lay_out_frontiers
 from titan.kernels.interfaces import PassCounts, PassLimits
 from titan.kernels.triton import cuda_graphs, streams
+from titan.kernels.triton.cache import _unlock_pages
 from titan.kernels.triton.cuda_graphs import (
     CHUNKED_TOKENS,
     FEW_REQUESTS,
@@ -38,7 +40,7 @@ from titan.kernels.triton.cuda_graphs import (
     Replays,
     cuda_graph_capture,
 )
-from titan.kernels.triton.streams import POOL_STREAMS
+from titan.kernels.triton.streams import POOL_STREAMS, own_stream
 from titan.kernels.triton.upload import ALIGNMENT, download, upload
 
 # sizes
@@ -186,6 +188,40 @@ def test_a_capture_without_memory_gives_none_and_other_errors_are_raised(cuda: M
         capture(MagicMock())
     assert cuda.set_stream.call_args_list == [call("default")]
     assert cuda.ended.call_args_list == [call(cuda.current_device(), (0, 1))]
+
+
+def test_nothing_is_collected_and_nobody_waits_for_the_device_while_a_graph_is_captured(cuda: MagicMock) -> None:
+    """Either would end the capture, in whichever thread."""
+    capture, output = cuda_graph_capture(), torch.zeros(1)
+
+    def is_free() -> bool:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(lambda: streams.WHOLE_DEVICE.acquire(blocking=False) and not streams.WHOLE_DEVICE.release()).result()
+
+    inside = list[tuple[bool, bool]]()
+    assert capture(lambda: inside.append((gc.isenabled(), is_free())) or output) is not None
+    assert inside == [(False, False)] and gc.isenabled() and is_free()
+    cuda.synchronize.side_effect = lambda _: inside.append((gc.isenabled(), is_free()))
+    _unlock_pages(0, DEVICE)
+    assert inside[1:] == [(True, False)] and is_free()
+
+
+def test_the_graph_of_an_interrupted_capture_is_kept_with_the_others(cuda: MagicMock) -> None:
+    """Its end would free what they use."""
+    graphs, capture = list[ref[Graph]](), cuda_graph_capture()
+    cuda.CUDAGraph.side_effect = lambda: (graph := Graph(), graphs.append(ref(graph)))[0]
+    with pytest.raises(KeyboardInterrupt):
+        capture(MagicMock(side_effect=KeyboardInterrupt))
+    cuda.graph.return_value.__exit__.reset_mock()  # which has seen the graph in a frame of the error
+    cuda.reset_mock()
+    gc.collect()
+    assert graphs[0]() is not None and gc.isenabled()
+
+
+def test_the_stream_on_which_everybody_captures_is_nobody_s_own(cuda: MagicMock) -> None:
+    cuda.graph.default_capture_stream = Stream(3)
+    owners = [own_stream() for _ in range(POOL_STREAMS - 1)]
+    assert Stream(3) not in [owner.stream for owner in owners]
 
 
 def test_what_cannot_be_ended_keeps_its_pool_and_other_captures_share_another(cuda: MagicMock) -> None:

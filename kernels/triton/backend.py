@@ -25,6 +25,7 @@ from titan.kernels.triton.layers import TritonOps
 from titan.kernels.triton.pass_inputs import BlockTables
 from titan.kernels.triton.runner import TritonRunner
 from titan.kernels.triton.sampling import TritonSampling
+from titan.kernels.triton.streams import WHOLE_DEVICE
 from titan.kernels.triton.tree_select import CANDIDATES
 from titan.kernels.triton.trees import TritonTrees
 from titan.kernels.triton.upload import download, upload
@@ -111,7 +112,8 @@ class TritonBackend:
         before = torch.cuda.memory_reserved(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         run_largest_passes()
-        torch.cuda.synchronize(self.device)
+        with WHOLE_DEVICE:
+            torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_reserved(self.device) - before
         torch.cuda.empty_cache()
         # free memory now: what was loaded for the first pass stays

@@ -16,7 +16,7 @@ from titan.core.arrays import Ints
 from titan.core.kv_tensor import KVTensor
 from titan.core.trees import Upload
 from titan.kernels.torch.cache import TorchCache, runs
-from titan.kernels.triton.streams import StreamOwner, own_stream
+from titan.kernels.triton.streams import WHOLE_DEVICE, StreamOwner, own_stream
 
 STAGED_BYTES = 64 * 2**20
 """Bytes of a piece of the blocks on their way in or out, of which the device has a copy meanwhile."""
@@ -121,5 +121,6 @@ def page_locked(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _unlock_pages(address: int, device: torch.device) -> None:
-    torch.cuda.synchronize(device)  # copies may be on their way
+    with WHOLE_DEVICE:
+        torch.cuda.synchronize(device)  # copies may be on their way
     torch.cuda.cudart().cudaHostUnregister(address)

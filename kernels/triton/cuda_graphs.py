@@ -6,6 +6,7 @@ before it serves: to capture one on first use waits for the device, and may comp
 
 from __future__ import annotations
 
+import gc
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from titan.core.out_of_memory import is_out_of_memory
 from titan.kernels.interfaces import PassCounts, PassLimits
-from titan.kernels.triton.streams import own_stream
+from titan.kernels.triton.streams import WHOLE_DEVICE, own_stream
 
 MAX_GRAPH_TOKENS = 4096
 """Most tokens of a graph without prefill chunks; larger passes keep the device busy for longer than it takes to launch them."""
@@ -192,11 +193,12 @@ def cuda_graph_capture() -> Capture:
 
     def capture(function: Callable[[], Tensor]) -> Replay | None:
         nonlocal pool
-        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        graph, before, is_collecting = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), gc.isenabled()
+        gc.disable()  # what is collected may wait for the device, which ends a capture
         try:
-            with torch.cuda.graph(graph, pool=pool, stream=owner.stream, capture_error_mode="thread_local"):  # others go on
+            with WHOLE_DEVICE, torch.cuda.graph(graph, pool=pool, stream=owner.stream, capture_error_mode="thread_local"):
                 output = function()
-        except Exception as error:
+        except BaseException as error:
             torch.cuda.set_stream(before)  # torch.cuda.graph stays on its own stream if it cannot end a capture
             if _end_recording(pool):
                 pool = torch.cuda.graph_pool_handle()
@@ -204,6 +206,9 @@ def cuda_graph_capture() -> Capture:
             if not _is_of_memory(error):
                 raise
             return None
+        finally:
+            if is_collecting:
+                gc.enable()
         return Replay(graph.replay, output)
 
     return capture

@@ -77,8 +77,7 @@ def _lay_out_depth_kernel(
     num_left_ptr,  # [R], descending: nodes that are still to be fed; lowered
     positions_ptr,  # [R]
     slot_mapping_ptr,  # [R]
-    visible_lens_ptr,  # [R]
-    seq_lens_ptr,  # [R]
+    seq_lens_ptr,  # [R], all of which the one token of a request sees
     query_start_loc_ptr,  # [R + 1]
     addresses_ptr,  # [R], of the q of the next node, advanced; 0: none is written; None: nothing is sampled
     bytes_of_probs,
@@ -98,7 +97,6 @@ def _lay_out_depth_kernel(
     blocks = tl.load(places, mask=is_fed, other=0).to(tl.int64)
     tl.store(slot_mapping_ptr + requests, tl.where(is_fed, blocks * BLOCK_SIZE + slots % BLOCK_SIZE, -1), mask=exists)
     tl.store(positions_ptr + requests, tl.where(is_fed, slots, 0), mask=exists)
-    tl.store(visible_lens_ptr + requests, slots + 1, mask=exists)
     tl.store(seq_lens_ptr + requests, slots + 1, mask=exists)
     num_fed = tl.sum(is_fed.to(tl.int32), axis=0)
     tl.store(query_start_loc_ptr + requests, tl.minimum(requests, num_fed), mask=exists)
@@ -150,7 +148,7 @@ class DraftChains:
         self._temperatures, self._scores = self._state[2:].view(torch.float32)
         self._temperatures.fill_(1)
         self._token_ids, self._positions, self._slot_mapping, self._no_bits = (zeros(most, dtype=torch.int64) for _ in range(4))
-        self._visible_lens, self._seq_lens, self._no_trees = (zeros(most) for _ in range(3))
+        self._seq_lens, self._no_trees = zeros(most), zeros(most)
         self._query_start_loc = zeros(most + 1)
         self._sampler = ChainSampler(backend, most)
         # what the host knows of the trees, on the device; of many steps in a row it is the same
@@ -316,7 +314,6 @@ class DraftChains:
             self._num_left,
             self._positions,
             self._slot_mapping,
-            self._visible_lens,
             self._seq_lens,
             self._query_start_loc,
             self._sampler.addresses if choice.is_sampled else None,
@@ -336,7 +333,7 @@ class DraftChains:
             seq_lens=self._seq_lens[:count],
             block_table=self._tables.tensor[:count],
             positions=self._positions[:count],
-            visible_lens=self._visible_lens[:count],
+            visible_lens=self._seq_lens[:count],
             tree_starts=self._no_trees[:count],
             ancestor_bits=self._no_bits[:count],
             short_query_len=1,

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass
+from threading import RLock
 from weakref import WeakSet
 
 import torch
 
 POOL_STREAMS = 32
 """Streams that PyTorch creates per device, and lends in turn."""
+
+WHOLE_DEVICE = RLock()
+"""Held by the thread that captures a graph, and by one that waits for all that a device does, which would end the capture."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -44,5 +48,5 @@ def own_stream() -> StreamOwner:
 
 
 def _unowned_stream() -> torch.cuda.Stream | None:
-    owned = [owner.stream for owner in _owners]
+    owned = [torch.cuda.graph.default_capture_stream, *(owner.stream for owner in _owners)]  # the first is everybody's
     return next((stream for stream in (torch.cuda.Stream() for _ in range(POOL_STREAMS)) if stream not in owned), None)

@@ -125,6 +125,8 @@ def _attention_kernel(
         scales_ptr += kv_head.to(tl.int64) * stride_scales_head
         value_scales_ptr = scales_ptr + stride_scales
     block_ids_ptr = block_table_ptr + request.to(tl.int64) * stride_block_table
+    # of integers, whose scales make the weights so small that float16 would lose them
+    VALUE_DTYPE: tl.constexpr = tl.bfloat16 if q_ptr.dtype.element_ty == tl.float16 else q_ptr.dtype.element_ty
     output = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)  # the weighted values of the slots so far
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)  # their largest scores
     total = tl.zeros([BLOCK_M], tl.float32)  # the sums of their weights
@@ -196,11 +198,12 @@ def _attention_kernel(
                     is_value = is_value & (value_dims[None, :] < VALUE_DIM)
                 values = tl.load(values_ptr + places + value_dims[None, :], mask=is_value, other=0)
                 if scales_ptr is not None:
-                    values = narrow(values.to(tl.float32), q.dtype)
+                    values = narrow(values.to(tl.float32), VALUE_DTYPE)
                     weights = weights * tl.load(value_scales_ptr + scale_places, mask=is_slot, other=0.0)[None, :]
             else:
                 values = keys
                 if scales_ptr is not None:
+                    values = narrow(keys.to(tl.float32), VALUE_DTYPE)
                     weights = weights * key_scales[None, :]
             output = output * decay[:, None] + dot(narrow(weights, values.dtype), values)
             largest = new_largest
