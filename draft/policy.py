@@ -13,6 +13,7 @@ import numpy as np
 
 from titan.core.growth import BeamSpec, GrowthSpec, ShapeSpec, Worth, chain_spec, main_path_order, shape_plan
 from titan.core.limits import MAX_NODES
+from titan.core.options import SpeculationOptions
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
 from titan.core.trees import Parents, chain_parents
@@ -43,11 +44,15 @@ class DraftPolicy:
         draft_sampling: "greedy", "sampled" or "auto".
         max_draft_tokens: maximum nodes of a tree.
         stops_early: whether trees end where they do not pay; chains then are beams, whose scores tell.
+
+    Raises:
+        ValueError: one of these is not allowed.
     """
 
     def __init__(
         self, draft_tree: str | Sequence[int], draft_sampling: str, max_draft_tokens: int, *, stops_early: bool = False
     ) -> None:
+        SpeculationOptions(draft_tree=draft_tree, draft_sampling=draft_sampling, max_draft_tokens=max_draft_tokens)  # checks them
         self.draft_tree = draft_tree
         self.draft_sampling = draft_sampling
         self.fixed_shape: Parents | None = None
@@ -55,7 +60,7 @@ class DraftPolicy:
             self.fixed_shape = main_path_order(np.array(draft_tree, np.int32).tobytes()).parents
         self.max_draft_tokens = max_draft_tokens
         self._stops_early = stops_early
-        self._most_in_chain, self._most_narrow = LARGEST_BUDGETS.get(str(draft_tree), LARGEST_BUDGETS["dynamic"])
+        self._most_in_chain, self._most_narrow = LARGEST_BUDGETS["dynamic" if self.fixed_shape is not None else str(draft_tree)]
         self.width = max(2, max_draft_tokens // 8)
         self.beam_depth = min(max_draft_tokens, 6 + max_draft_tokens // 8, 1 + MAX_NODES // self.width)
         self._wide_slots = [self._beam(budget, 1.0).num_slots for budget in range(max_draft_tokens + 1)]  # of wide beams, by budget

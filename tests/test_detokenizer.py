@@ -67,6 +67,14 @@ def test_stray_bytes_do_not_swallow_the_text_around_them(pieces: list[str | byte
     assert grow(tokenizer, [], token_ids)[-1] == tokenizer.decode(token_ids) == data.decode(errors="replace")
 
 
+@pytest.mark.parametrize("text", ["\ufffd\ufffd😀 ok", "\ufffd\ufffd\ufffdé", "\ufffd" * 5 + "語\ufffd\ufffd\ufffd"])
+def test_replacement_characters_that_are_text_do_not_split_the_character_after_them(text: str) -> None:
+    """More tokens than are held back seem to be none; of the last of them a character may come yet."""
+    tokenizer = make_byte_tokenizer()
+    texts = grow(tokenizer, [], byte_tokens(tokenizer, text.encode()))
+    assert texts[-1] == text and all(text.startswith(each) for each in texts)
+
+
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(text=TEXTS, num_cut=st.integers(0, 3), prompt=st.text(max_size=3))
 @example(text="ភាសាខ្មែរ🤗", num_cut=2, prompt="")

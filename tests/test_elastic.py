@@ -198,6 +198,7 @@ def test_a_size_that_cannot_be_is_refused_and_costs_nothing(zoo: Zoo, monkeypatc
         0: "num_blocks=0 is not allowed: it must be an integer >= 1",
         held - 1: f"num_blocks={held - 1} is less than the {held} blocks in use: at least these are needed",
         10**12: r"num_blocks=1000000000000 takes more than the free memory: at most \d+ are allowed",
+        2**63: r"num_blocks=9223372036854775808 takes more than the free memory: at most \d+ are allowed",
         1.5: "num_blocks=1.5 is not allowed: it must be an integer >= 1",
     }.items():
         with pytest.raises(ValueError, match=message):

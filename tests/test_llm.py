@@ -254,6 +254,10 @@ def test_an_id_is_that_of_one_request_in_flight(llm: LLM) -> None:
     with pytest.warns(UserWarning, match="prompt 1 was not run"):
         outputs = llm.generate([PROMPTS[0], ""], params, False, request_id=["mine", "other"])
     assert [output.request_id for output in outputs] == ["mine", "other"] and outputs[0].outputs == expected
+    ended, aborted = (llm.stream(PROMPTS[0], greedy(count, ignore_eos=True), request_id="mine") for count in (1, 40))
+    for stream, is_ended in ((ended, True), (aborted, False)):  # neither has been asked for all that it has
+        assert next(stream).finished == is_ended != (llm.abort("mine") == 1)
+        assert llm.generate(PROMPTS[0], params, False, request_id="mine")[0].outputs == expected
 
 
 def test_all_requests_are_aborted_at_once(llm: LLM) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan.core.limits import MAX_NODES
-from titan.core.trees import EMPTY_TREE, NODE_DTYPES, DraftTree, DraftTrees, NodeColumns, TreeLimits
+from titan.core.trees import EMPTY_TREE, NODE_DTYPES, DraftTree, DraftTrees, GrowthReport, NodeColumns, TreeLimits
 
 VOCAB_SIZE = 9
 
@@ -212,6 +212,11 @@ def test_columns_that_would_be_misread_are_refused(name: str) -> None:
 def test_flags_that_would_be_misread_are_refused(name: str, dtype: Any) -> None:
     with pytest.raises(ValueError, match="the drafter 'mine' gave start_loc or flags of another dtype or length"):
         of(on_device(**{name: getattr(on_device(), name).astype(dtype)}))
+
+
+def test_a_report_of_growth_that_is_not_of_these_rows_is_refused() -> None:
+    with pytest.raises(ValueError, match="the drafter 'mine' gave 2 first_scores of its growth: they must be 3"):
+        of(on_device(growth=GrowthReport(1, 3, 0.1, np.zeros(2, np.float32))))
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,15 @@ class IncrementalDetokenizer:
     def append(self, token_id: int) -> None:
         """Add one output token; ``text`` grows by the characters that are complete."""
         self._token_ids.append(token_id)
-        is_held = len(self._token_ids) - self._ends[-1] <= MAX_HELD_TOKENS
-        self._release(self._decode(self._token_ids), hold_incomplete=is_held)
+        token_ids, num_tokens, text = self._token_ids, len(self._token_ids), self._decode(self._token_ids)
+        if num_tokens - self._ends[-1] <= MAX_HELD_TOKENS or not text.endswith(REPLACEMENT):
+            self._release(text, hold_incomplete=True)
+            return
+        ends = range(num_tokens - MAX_CHARACTER_TOKENS + 1, num_tokens + 1)
+        end = next(end for end in ends if self._decode(token_ids[:end]) + self._decode(token_ids[end:]) == text)
+        self._token_ids, tail = token_ids[:end], token_ids[end:]  # what may be a character yet is held back further
+        self._release(self._decode(self._token_ids), hold_incomplete=False)
+        self._token_ids += tail
 
     def finish(self, token_ids: Sequence[int] = ()) -> None:
         """Add the last output tokens and release the text that is held back."""

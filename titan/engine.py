@@ -295,7 +295,8 @@ class Engine:
 
     def compact_kv_cache(self) -> int:
         """Move all KV blocks with content to the front, each request's in a row; return how many moved. See `KVCache.compact`."""
-        return self.kv.compact(self.scheduler.in_flight)
+        with self.backend.active():
+            return self.kv.compact(self.scheduler.in_flight)
 
     def resize_kv_cache(self, num_blocks: int) -> None:
         """Give the KV cache this many blocks between steps, see `titan.LLM.resize_kv_cache`; requests in flight continue.
@@ -341,10 +342,10 @@ class Engine:
         This puts the engine in order after a step that failed, or after an interrupt in a step or in a change between two. If this
         is interrupted itself, it must be called again.
         """
-        self.kv.lose_content(self.scheduler.in_flight)
-        self.scheduler.end_all(error)
-        if self.backend.is_host:  # where caches can be resized, which may have been interrupted
-            with self.backend.active():
+        with self.backend.active():
+            self.kv.lose_content(self.scheduler.in_flight)
+            self.scheduler.end_all(error)
+            if self.backend.is_host:  # where caches can be resized, which may have been interrupted
                 self.runner = self._prepare_target(self.kv.tensors["target"])
                 self._return_cache()
 
@@ -354,11 +355,11 @@ class Engine:
                 f"num_blocks={num_blocks} is refused: on {self.backend.device} the KV cache cannot be resized, since recorded "
                 f"graphs hold its addresses; allowed on a CPU"
             )
-        self.kv.pool.new_ids(num_blocks, [request.block_ids for request in requests])
-        self.scheduler.check_num_blocks(num_blocks)
         num_allowed = self.kv.num_blocks + self._free_memory() // self.kv.bytes_per_block
         if num_blocks > num_allowed:
             raise ValueError(f"num_blocks={num_blocks} takes more than the free memory: at most {num_allowed} are allowed")
+        self.kv.pool.new_ids(num_blocks, [request.block_ids for request in requests])
+        self.scheduler.check_num_blocks(num_blocks)
 
     def _free_memory(self) -> int:
         """Return the bytes that can be allocated, less those that untouched blocks of the caches take once they are written."""

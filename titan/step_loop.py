@@ -141,7 +141,8 @@ class StepLoop:
             ValueError: a request in flight has the id of one of its requests.
         """
         for other in self._runs:
-            for request_id in run.firsts.keys() & other.firsts.keys():
+            ids = run.firsts.keys() & other.firsts.keys()
+            for request_id in [each for each in ids if not all(one.is_finished for one in other.firsts[each].family)]:
                 raise ValueError(f"request_id={shown(request_id)} is that of a request in flight: allowed is another one")
         self._runs[run] = None
 

@@ -132,3 +132,12 @@ def test_siblings_have_children_in_sampled_trees_unless_one_node_is_fed_per_dept
     request.draft_history = DraftHistory(rank_acceptance=[Average(0.4), Average(0.3), Average(0.2)])
     spec = DraftPolicy(draft_tree, "sampled", 16).spec(request, 8, 8)
     assert (max(map(len, spec.plan.feeds)) == 1) == is_caterpillar
+
+
+def test_names_that_are_none_are_refused() -> None:
+    for changes, message in (
+        ({"draft_tree": "chains"}, "draft_tree='chains' is not allowed"),
+        ({"draft_sampling": "none"}, "draft_sampling='none' is not supported"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            DraftPolicy(**{"draft_tree": "auto", "draft_sampling": "auto", "max_draft_tokens": 6} | changes)

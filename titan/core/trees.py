@@ -329,6 +329,10 @@ class DraftTrees:
         flags = (self.is_chain, self.is_sampled, self.has_scores)
         if self.start_loc.dtype != np.int64 or any(each.dtype != np.bool_ or len(each) != self.num_rows for each in flags):
             raise ValueError(f"{name} gave start_loc or flags of another dtype or length: they must be int64 and bool, one per row")
+        if self.growth is not None and len(self.growth.first_scores) != self.num_rows:
+            raise ValueError(
+                f"{name} gave {len(self.growth.first_scores)} first_scores of its growth: they must be {self.num_rows}"
+            )
         num_nodes = self.num_nodes
         for field_name, column, dtype in zip(NodeColumns._fields, self.nodes, NODE_DTYPES, strict=True):
             is_fine = column.shape == (num_nodes,) and column.dtype == dtype and column.device == device
