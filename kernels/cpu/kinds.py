@@ -14,6 +14,9 @@ CPU_KERNELS = "TITAN_CPU_KERNELS"
 
 X86_64_V4 = ("-march=x86-64-v4", "-mtune=native", "-mprefer-vector-width=512")  # or GCC takes halves of them for Intel's
 X86_64_V3 = ("-march=x86-64-v3", "-mtune=native")
+V3_FEATURES = {"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"}
+V4_FEATURES = V3_FEATURES | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+"""What these levels of x86-64 take for granted, by Linux's names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +34,16 @@ KINDS = (
         "amx",
         "matrix units (AMX)",
         (*X86_64_V4, "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16"),
-        lambda: torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx(),
+        lambda: _has(V4_FEATURES | {"amx_tile", "amx_bf16", "avx512_bf16", "avx512_vnni"}) and torch.cpu._init_amx(),
     ),
     Kind(
         "avx512bf16",
         "AVX-512 with products of bfloat16",
-        (*X86_64_V4, "-mavx512bf16", "-mavx512vnni"),  # every processor with the first has the second
-        lambda: torch.cpu._is_avx512_supported() and torch.cpu._is_avx512_bf16_supported(),
+        (*X86_64_V4, "-mavx512bf16", "-mavx512vnni"),
+        lambda: _has(V4_FEATURES | {"avx512_bf16", "avx512_vnni"}),
     ),
-    Kind("avx512", "AVX-512", X86_64_V4, torch.cpu._is_avx512_supported),
-    Kind("avx2", "AVX2 and FMA", X86_64_V3, torch.cpu._is_avx2_supported),
+    Kind("avx512", "AVX-512", X86_64_V4, lambda: _has(V4_FEATURES)),
+    Kind("avx2", "AVX2 and FMA", X86_64_V3, lambda: _has(V3_FEATURES)),
     Kind("native", "what the compiler finds", ("-march=native",), lambda: True),
 )
 """From the fastest on, but for Intel's processors."""
@@ -56,6 +59,11 @@ def kinds_here() -> list[Kind]:
     if "avx512bf16" in names and processor_fact("vendor_id") == "GenuineIntel":
         here.insert(names.index("avx512"), here.pop(names.index("avx512bf16")))
     return here
+
+
+def _has(features: set[str]) -> bool:
+    """Whether the first processor has these, and the system lets programs use them."""
+    return features <= set((processor_fact("flags") or "").split())
 
 
 def processor_fact(name: str) -> str | None:

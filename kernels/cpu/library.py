@@ -29,6 +29,7 @@ COMPILERS = ("c++", "g++", "clang++")
 FLAGS = (
     "-std=c++20",
     "-O3",
+    "-fno-fast-math",  # some compilers' default, with which NaN is not seen
     "-fno-math-errno",
     "-fno-trapping-math",
     "-fopenmp-simd",
@@ -61,19 +62,20 @@ def load_library(kind: Kind) -> LoadedLibrary:
         return _without_library("no C++ compiler was found (c++, g++, clang++, or the variable CXX)")
     try:
         command = [*shlex.split(compiler), *FLAGS, *kind.flags]
-        identity = _identity(command)
+        identity = _identity(compiler, command)
         folder = _cache_folder()
-        path = folder and _find(folder, identity)
-        if path is not None:
-            library = ctypes.CDLL(str(path))
-        else:
+        path, library = _find(folder, identity) if folder else (None, None)
+        if library is None:
             with tempfile.TemporaryDirectory(prefix="titan-") as temporary:  # loaded, a library needs its file no more
                 built = _compile(command, Path(temporary))
-                path = folder and _keep(built, folder, identity)
-                library = ctypes.CDLL(str(path or built))
+                if folder:
+                    _keep(built, folder, identity)
+                    path, library = _find(folder, identity)
+                library = library or ctypes.CDLL(str(built))
             if path is None:
                 LOG.warning(
-                    "this is done at every start, because the cache folder cannot be written: set XDG_CACHE_HOME to one that can"
+                    "this is done at every start, because the cache folder cannot be written, or what is in it not be run: set "
+                    "XDG_CACHE_HOME to one that can"
                 )
     except (OSError, subprocess.SubprocessError, ValueError) as error:  # the last of a CXX that is no command
         return _without_library(f"{compiler}: {_reason(error)}")
@@ -96,9 +98,9 @@ def _reason(error: Exception) -> str:
     return next((line for line in lines if "error" in line), lines[-1] if lines else str(error))
 
 
-def _identity(command: list[str]) -> str:
+def _identity(compiler: str, command: list[str]) -> str:
     """Return text that differs between libraries of different sources, compilers and processors."""
-    version = _run([command[0], "--version"], VERSION_SECONDS)
+    version = _run([*shlex.split(compiler), "--version"], VERSION_SECONDS)
     sources = [file.read_text(encoding="utf-8") for file in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
     return _digest("\n".join((*sources, version, *command, platform.machine(), _processor())).encode())
 
@@ -117,10 +119,13 @@ def _cache_folder() -> Path | None:
     return folder
 
 
-def _find(folder: Path, identity: str) -> Path | None:
-    """Return the library of an identity, if there is one that is whole."""
-    paths = folder.glob(f"cpu_kernels-{identity}-*.so")
-    return next((path for path in paths if path.stem.endswith(_digest(path.read_bytes()))), None)
+def _find(folder: Path, identity: str) -> tuple[Path, ctypes.CDLL] | tuple[None, None]:
+    """Load the library of an identity, if there is one that is whole and can be loaded, and return its path with it."""
+    for path in folder.glob(f"cpu_kernels-{identity}-*.so"):
+        with suppress(OSError):  # of another user, or in a folder of which nothing is run
+            if path.stem.endswith(_digest(path.read_bytes())):
+                return path, ctypes.CDLL(str(path))
+    return None, None
 
 
 def _processor() -> str:
@@ -138,12 +143,10 @@ def _compile(command: list[str], folder: Path) -> Path:
     return built
 
 
-def _keep(built: Path, folder: Path, identity: str) -> Path | None:
-    """Copy a library into the cache folder and return its path there; ``None`` if the folder cannot be written, or is full."""
+def _keep(built: Path, folder: Path, identity: str) -> None:
+    """Copy a library into the cache folder, unless that cannot be written, or is full."""
     with suppress(OSError), tempfile.TemporaryDirectory(dir=folder) as temporary:  # other processes may do so at the same time
-        copied = Path(shutil.copy(built, temporary))
-        return copied.replace(folder / f"cpu_kernels-{identity}-{_digest(built.read_bytes())}.so")
-    return None
+        Path(shutil.copy(built, temporary)).replace(folder / f"cpu_kernels-{identity}-{_digest(built.read_bytes())}.so")
 
 
 def _run(command: list[str], seconds: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import select
@@ -152,7 +153,31 @@ def test_without_a_cache_folder_nothing_is_left_behind_and_a_compiler_may_have_o
     assert load_again().endswith(f"compiled by {COMPILER} -DNOTHING: not kept")
     assert load_library(NATIVE).library.one() == 1  # type: ignore[union-attr]
     assert list(temporary.iterdir()) == list(tmp_path.glob("titan/*")) == []
-    assert "this is done at every start, because the cache folder cannot be written: set XDG_CACHE_HOME" in caplog.text
+    assert "this is done at every start, because the cache folder cannot be written, or what is in it not be run" in caplog.text
+
+
+def test_what_is_kept_but_cannot_be_loaded_is_compiled_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As from a folder of which nothing is run, or where it is another user's."""
+    load_again()
+    load = ctypes.CDLL
+
+    def load_elsewhere(path: str) -> ctypes.CDLL:
+        if path.startswith(str(tmp_path / "titan")):
+            raise OSError("failed to map segment from shared object")
+        return load(path)
+
+    monkeypatch.setattr(ctypes, "CDLL", load_elsewhere)
+    assert load_again().endswith("not kept") and load_library(NATIVE).library.one() == 1  # type: ignore[union-attr]
+    assert "this is done at every start" in caplog.text
+
+
+def test_a_compiler_behind_a_launcher_is_asked_for_its_own_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (launcher := tmp_path / "launch").write_text('#!/bin/sh\nexec "$@"\n', "utf-8")
+    launcher.chmod(0o700)
+    monkeypatch.setenv("CXX", f"{launcher} {COMPILER}")
+    assert load_again()
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="kinds of other processors")
