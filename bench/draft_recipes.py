@@ -61,12 +61,11 @@ class DraftRecipe:
             recipe = cls(
                 text,
                 model,
-                int(count) if kind == TRUNCATED else None,
+                _integer(TRUNCATED, count) if kind == TRUNCATED else None,
                 draft_tree_of(options.get("tree", "auto")),
-                int(options.get("tokens", num_tokens)),
+                _integer("tokens", options.get("tokens", str(num_tokens))),
                 options.get("sampling", "auto"),
             )
-            check_integer("tokens", recipe.num_tokens, 1)
             # the engine's own rules, and its words for them
             SpeculationOptions(max_draft_tokens=recipe.num_tokens, draft_tree=recipe.tree, draft_sampling=recipe.sampling)
         except ValueError as error:
@@ -111,3 +110,8 @@ def truncate(model: Decoder, num_layers: int, backend: Backend) -> Decoder:
     draft.layers = nn.ModuleList(list(model.layers)[:num_layers])
     draft.prepare(weight_bits=model.weight_bits)
     return draft
+
+
+def _integer(name: str, text: str) -> int:
+    """Read a number of at least 1."""
+    return check_integer(name, int(text) if text.isdecimal() else text, 1)

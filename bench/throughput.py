@@ -279,7 +279,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args.modes = args.modes or [mode for mode in (QUICK_MODES if args.quick else MODES) if mode in allowed]
     for mode in args.modes:
         if mode not in allowed:
-            hint = "; give --draft-model" if MODES[mode].uses_draft else ""
+            hint = "; give a model as --draft-model" if MODES[mode].uses_draft else ""
             raise ValueError(f"--modes {mode} is not possible here: allowed are {', '.join(allowed)}{hint}")
     return args
 

@@ -83,9 +83,10 @@ def test_a_shape_is_a_name_or_parents(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--show-tree"], "--show-tree needs a draft"),
+        (["--show-tree"], "--show-tree needs a draft: give --draft-model\n"),
         (["--compare"], "--compare needs a draft"),
-        (["--compare", "--draft-model", "ngram", "--speculation", "off"], "--compare needs a draft"),
+        (["--compare", "--draft-model", "ngram", "--speculation", "off"], "--compare needs a draft: give no --speculation off\n"),
+        (["--compare", "--speculation", "off"], "--compare needs a draft: give --draft-model and no --speculation off\n"),
         (["--draft-tree", "chain"], "--draft-tree needs a draft"),
         (["--draft-weight-bits", "none"], "--draft-weight-bits needs a draft"),
         (["--max-draft-tokens", "3", "--draft-model", "none"], "--max-draft-tokens needs a draft"),
@@ -98,6 +99,17 @@ def test_what_cannot_be_is_one_line(
     assert generate(*models[:2], *options) == 2  # without a draft
     captured = capsys.readouterr()
     assert captured.err.startswith("titan: ") and message in captured.err and captured.out == ""
+
+
+@pytest.mark.parametrize("command", [["generate", "the dog"], ["info"]])
+def test_an_option_that_a_command_has_not_is_named_with_those_that_it_has(
+    capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*command, "--no-such", "3"])
+    error = capsys.readouterr().err
+    assert error.startswith(f"usage: titan {command[0]} ") and "--model-impl" in error
+    assert error.endswith(f"titan {command[0]}: error: unrecognized arguments: --no-such 3\n")
 
 
 def test_runs_with_and_without_speculation_may_have_the_same_options(models: list[str]) -> None:

@@ -126,7 +126,7 @@ def _run_command(argv: Sequence[str] | None) -> int:
     parser = _parser()
     args, rest = parser.parse_known_args(_join_parents(sys.argv[1:] if argv is None else argv))
     if rest and args.command != "bench":
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        args.parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         if args.command == "bench":
             return _bench(args.bench, rest)
@@ -148,9 +148,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"titan {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_parser = partial(commands.add_parser, argument_default=argparse.SUPPRESS)  # what is not given is left to the library
-    _add_generate(add_parser("generate", help="continue a prompt and show the speed", description=_generate.__doc__))
+    generate = add_parser("generate", help="continue a prompt and show the speed", description=_generate.__doc__)
+    _add_generate(generate)
+    generate.set_defaults(parser=generate)
     info = add_parser("info", help="versions, device and kernels in use", description=_info.__doc__)
-    info.set_defaults(model=None, json=False)
+    info.set_defaults(parser=info, model=None, json=False)
     info.add_argument("--model", help="say instead, from its config alone, whether and how this model runs, and in how much memory")
     info.add_argument("--revision", help=REVISION_HELP)
     info.add_argument("--dtype", help=DTYPE_HELP)
@@ -251,7 +253,8 @@ def _generate(args: argparse.Namespace) -> int:
     unused = [name for name in DRAFT_OPTIONS if name in options and not has_draft]
     unused += [name for name in SHOWS_OF_DRAFTS if getattr(args, name) and (is_off or not has_draft)]
     if unused:
-        raise ValueError(f"{_flag(unused[0])} needs a draft: give --draft-model{', and no --speculation off' * is_off}")
+        needed = ["--draft-model"] * (not has_draft) + ["no --speculation off"] * is_off
+        raise ValueError(f"{_flag(unused[0])} needs a draft: give {' and '.join(needed)}")
     draft = None if draft_model == "none" else draft_model
     llm = LLM(args.model, draft, max_batch_size=1, enable_prefix_caching=False, generation_config="vllm", **options)
     plain_params = replace(params, use_speculative=False)

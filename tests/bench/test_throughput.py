@@ -157,7 +157,7 @@ def test_quick_is_a_preset_that_other_options_refine() -> None:
     ("options", "message"),
     [
         (["--peer", "triton=x"], "'triton=x' is not allowed: give NAME=FOLDER, where NAME is one of vllm, openvino"),
-        (["--model", "x", "--modes", "titan-draft"], "give --draft-model"),
+        (["--model", "x", "--modes", "titan-draft"], "give a model as --draft-model"),
         (["--draft-model", "ngram", "--modes", "vllm-draft"], "--modes vllm-draft is not possible here"),
         (["--draft-model", "./nowhere"], "'./nowhere' does not exist"),
         (["--quick", "--device", "abacus"], "device='abacus'"),

@@ -45,8 +45,8 @@ class SpeculationMetrics:
 
     choice: str  # "on" (also in steps without drafts that show what these cost), "probe" (a look at whether it pays), or "off"
     mean_draft_tokens: float  # per request and step, since the start
-    off_rate: float  # predicted without drafts
-    on_rate: float  # predicted with the best number of drafts; 0: not compared yet
+    off_rate: float  # predicted without drafts; 0: not compared yet
+    on_rate: float  # predicted with the best number of drafts; 0: the same
     acceptance: float  # expected probability that the first draft token of a request is accepted
     agreement: float  # accepted draft tokens as a multiple of those that the draft's own probabilities promise
     target_pass: dict[int, float]  # rows of a pass of the target -> expected time, without context
