@@ -384,3 +384,14 @@ def test_a_move_within_a_cache_that_lacks_memory_has_moved_nothing(monkeypatch: 
     with pytest.raises(MemoryError):
         make_back_end("torch").cache.gather_blocks(kv, kv, np.array([2, 0]))
     assert all((group[0, :, 0, 0, 0, 0] == torch.arange(4)).all() for group in kv.groups)
+
+
+def test_blocks_are_moved_on_the_engine_s_device_whatever_the_caller_s_is(zoo: Zoo) -> None:
+    """Or on its stream, which steps are ordered by."""
+    engine = make_engine(zoo.path("llama"), backend=make_back_end("triton"), num_kv_blocks=20)
+    requests = submit(engine, [PROMPTS[0], PROMPTS[1]], [greedy(1, ignore_eos=True), greedy(8, ignore_eos=True)])
+    engine.step()
+    with torch.device("meta"):
+        assert engine.compact_kv_cache() >= 0
+        engine.end_all("a test")
+    assert all(request.is_finished for request in requests) and engine.kv.pool.num_free == 20
