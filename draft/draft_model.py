@@ -9,8 +9,9 @@ in place of tokens that were emitted without it.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import isfinite
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,8 @@ from titan.draft.base import DraftContext, Review, ReviewReport
 from titan.draft.policy import DraftPolicy, score_temperature
 from titan.draft.vocabulary import VocabularyMap
 from titan.kernels.interfaces import Model, Runner
+
+T = TypeVar("T")
 
 MAX_REVIEWED = 16
 """Most tokens of a request that a review compares with what the draft would have proposed: the last of those that it lacked."""
@@ -89,12 +92,7 @@ class DraftModelDrafter:
         num_rows = len(plan.requests)
         if not feeds:
             return DraftTrees.empty(num_rows, self.context.backend.device)
-        try:
-            trees = self.runner.grow(feeds, num_rows, self._num_proposable)
-        except Exception as error:
-            self._feed_less(error, sum([len(feed.token_ids) for feed in feeds]))
-            raise
-        self._most_fed = min(2 * self._most_fed, self.max_num_batched_tokens)
+        trees = self._run_first(lambda: self.runner.grow(feeds, num_rows, self._num_proposable), feeds)
         for feed in feeds:  # now that their KV is written
             plan.requests[feed.row].cover_draft(len(feed.token_ids))
         return trees if self.vocabulary is None else self.vocabulary.to_target(trees)
@@ -123,13 +121,8 @@ class DraftModelDrafter:
             return ReviewReport([Review((), None) for _ in requests])
         batch = build_batch(rows, block_size=self._block_size)
         start_s = time.perf_counter()
-        try:
-            logits = self.runner.forward(batch)
-        except Exception as error:
-            self._feed_less(error, len(batch.token_ids))
-            raise
+        logits = self._run_first(lambda: self.runner.forward(batch), rows)
         seconds = time.perf_counter() - start_s
-        self._most_fed = min(2 * self._most_fed, self.max_num_batched_tokens)
         for request, num_tokens in fed:  # now that their KV is written
             request.cover_draft(num_tokens)
         temperatures = np.repeat([*map(score_temperature, requests)], [*map(len, ranges)])
@@ -144,10 +137,16 @@ class DraftModelDrafter:
             first += len(positions)
         return ReviewReport(reviews, len(batch.token_ids), seconds if self.context.backend.is_host else 0.0)
 
-    def _feed_less(self, error: Exception, num_fed: int) -> None:
-        """Halve the next first pass if one of ``num_fed`` tokens failed for lack of memory; passes may double once they succeed."""
-        if is_out_of_memory(error):
-            self._most_fed = max(1, num_fed // 2)
+    def _run_first(self, run: Callable[[], T], rows: Sequence[Feed | QueryRow]) -> T:
+        """Run a first pass over these rows; if it lacks memory, the next one has half of the tokens, and twice as many after it."""
+        try:
+            result = run()
+        except Exception as error:
+            if is_out_of_memory(error):
+                self._most_fed = max(1, sum([len(row.token_ids) for row in rows]) // 2)
+            raise
+        self._most_fed = min(2 * self._most_fed, self.max_num_batched_tokens)
+        return result
 
     def _first_children(self, logits: Tensor, temperatures: NDArray[np.float64]) -> tuple[list[int], list[float]]:
         """Return each row's most likely token, by the target's ids, and its log-probability: the first child of a root there."""
