@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -63,7 +64,13 @@ def kinds_here() -> list[Kind]:
 
 def _has(features: set[str]) -> bool:
     """Whether the first processor has these, and the system lets programs use them."""
-    return features <= set((processor_fact("flags") or "").split())
+    return features <= _features()
+
+
+@cache
+def _features() -> frozenset[str]:
+    """Return what Linux says that the first processor has; it takes long to say it where there are many."""
+    return frozenset((processor_fact("flags") or "").split())
 
 
 def processor_fact(name: str) -> str | None:

@@ -61,8 +61,9 @@ def load_library(kind: Kind) -> LoadedLibrary:
     if compiler is None:
         return _without_library("no C++ compiler was found (c++, g++, clang++, or the variable CXX)")
     try:
-        command = [*shlex.split(compiler), *FLAGS, *kind.flags]
-        identity = _identity(compiler, command)
+        words = shlex.split(compiler)
+        command = [*words, *FLAGS, *kind.flags]
+        identity = _identity(words, command)
         folder = _cache_folder()
         path, library = _find(folder, identity) if folder else (None, None)
         if library is None:
@@ -98,9 +99,9 @@ def _reason(error: Exception) -> str:
     return next((line for line in lines if "error" in line), lines[-1] if lines else str(error))
 
 
-def _identity(compiler: str, command: list[str]) -> str:
+def _identity(compiler: list[str], command: list[str]) -> str:
     """Return text that differs between libraries of different sources, compilers and processors."""
-    version = _run([*shlex.split(compiler), "--version"], VERSION_SECONDS)
+    version = _run([*compiler, "--version"], VERSION_SECONDS)
     sources = [file.read_text(encoding="utf-8") for file in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
     return _digest("\n".join((*sources, version, *command, platform.machine(), _processor())).encode())
 

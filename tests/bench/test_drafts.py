@@ -113,6 +113,14 @@ def test_drafts_take_turns_on_the_same_prompts_and_what_cannot_run_is_named(zoo:
         (["--draft", "demo,foo=1"], "'demo,foo=1' is not allowed: .* tokens=4, of tree, tokens, sampling, each at most once"),
         (["--draft", ""], "draft '' is not allowed: it must be a name"),
         (["--draft", "demo,tokens=0"], "'demo,tokens=0' is not allowed: tokens=0"),
+        (
+            ["--draft", "demo,tokens=many"],
+            "'demo,tokens=many' is not allowed: tokens='many' is not allowed: it must be an integer >= 1",
+        ),
+        (
+            ["--draft", "truncated:many"],
+            "'truncated:many' is not allowed: truncated='many' is not allowed: it must be an integer >= 1",
+        ),
         (["--draft", "demo,4"], "'demo,4' is not allowed: it must be a name, then options such as tokens=4"),
         (["--draft", "demo,tree=-1,0,1,2,3,tokens=4"], "at most max_draft_tokens=4"),
         (["--draft", "demo,tree=star"], r"or a list of parents, such as \[-1, 0, -1\]"),
