@@ -178,14 +178,17 @@ def test_proposals_that_would_reach_what_is_not_theirs_are_refused(proposal: Any
         of(proposal)
 
 
-def test_a_q_may_have_been_rounded() -> None:
+def test_a_q_that_was_rounded_is_made_to_add_up_to_1() -> None:
     generator = torch.Generator().manual_seed(0)
     for scale in (0.1, 1.0, 3.0, 10.0):
         q = (torch.randn(99, 5000, generator=generator) * scale).bfloat16().softmax(-1).float()
         trees = [DraftTree.chain([int(row.argmax())], row[None]) for row in q]
         limits = TreeLimits([1] * 99, [True] * 99, [1] * 99)
         upload, device = make_back_end("torch").upload, torch.device("cpu")
-        assert DraftTrees.of(trees, limits, drafter="mine", vocab_size=5000, upload=upload, device=device).num_nodes == 99
+        made = DraftTrees.of(trees, limits, drafter="mine", vocab_size=5000, upload=upload, device=device)
+        assert made.num_nodes == 99 and made.draft_probs is not None
+        assert (made.draft_probs.double().sum(1) - 1).abs().max() < 1e-5 < (q.sum(1) - 1).abs().max()
+        torch.testing.assert_close(made.draft_probs, q, rtol=0.01, atol=0)
 
 
 def on_device(**changes: Any) -> DraftTrees:

@@ -12,6 +12,7 @@ from torch import Tensor
 from titan.core.arrays import Ints
 from titan.core.outputs import Logprob
 from titan.core.request import Request
+from titan.core.sampling_params import MAX_LOGPROBS
 from titan.core.step import StepPlan
 from titan.core.trees import Upload
 
@@ -82,22 +83,23 @@ def _entries(
 ) -> Iterator[dict[int, Logprob]]:
     """Yield an entry for each row: its token, then as many of the most likely tokens as its count says; -1 = all.
 
-    Makes one copy to the device and one back per part of at most `MAX_ROWS` rows. Rows with all tokens get parts of their own, as
-    every row of a part fetches as many tokens as its largest count.
+    Makes one copy to the device and one back per part of at most `MAX_ROWS` rows. Rows with all tokens get parts of their own, and
+    every other row fetches `MAX_LOGPROBS`: which of tied tokens `topk` lists first depends on how many are asked for.
     """
     vocab_size = logits.shape[-1]
     for _, run in groupby(range(len(rows)), lambda i: (i // MAX_ROWS, counts[i] < 0)):
         index = [*run]
         part = slice(index[0], index[-1] + 1)
-        of_part = [vocab_size if count < 0 else min(count, vocab_size) for count in counts[part]]
+        most = vocab_size if counts[index[0]] < 0 else min(MAX_LOGPROBS, vocab_size)
         row_index, token_index = upload([np.array(rows[part], np.int64), np.array(token_ids[part], np.int64)[:, None]])
         logprobs = logits.index_select(0, row_index).float().log_softmax(-1)
         own = logprobs.gather(1, token_index)
         ranks = (logprobs > own).sum(-1, keepdim=True) + 1
-        best = logprobs.topk(max(of_part), dim=-1)
+        best = logprobs.topk(most, dim=-1)
         # float64 holds ids, ranks and float32 numbers exactly
         table = torch.cat([each.double() for each in (own, ranks, best.values, best.indices)], 1).tolist()
-        for token_id, count, (logprob, rank, *both) in zip(token_ids[part], of_part, table, strict=True):
-            pairs = zip(both[max(of_part) :][:count], both[:count], strict=True)
+        for token_id, count, (logprob, rank, *both) in zip(token_ids[part], counts[part], table, strict=True):
+            shown = min(count, most) if count >= 0 else most
+            pairs = zip(both[most:][:shown], both[:shown], strict=True)
             entries = {int(best_id): Logprob(best_logprob, k) for k, (best_id, best_logprob) in enumerate(pairs, start=1)}
             yield {token_id: Logprob(logprob, int(rank))} | entries

@@ -153,9 +153,11 @@ void draw_siblings(const float* probs, uint64_t seed, int64_t position, int64_t 
   }
 }
 
-// Compute max(p - s q, 0); return its sum.
-double residual_row(const float* probs, const float* draft_probs, float scale, float* rest, int64_t size) {
-  return sum_terms(size, [=](int64_t i) { return rest[i] = std::max(probs[i] - scale * draft_probs[i], 0.0f); });
+// Compute max(p - s q, 0); return its sum. Where little of q is left, s may be larger than any float.
+double residual_row(const float* probs, const float* draft_probs, double scale, float* rest, int64_t size) {
+  return sum_terms(size, [=](int64_t i) {
+    return rest[i] = std::max(probs[i] - static_cast<float>(std::min(scale * draft_probs[i], 1.0)), 0.0f);
+  });
 }
 
 // Trees of a plan, see `DraftTrees` of `titan/core/trees.py`, of which some are verified. Each of these has rows of values: that
@@ -186,11 +188,11 @@ void verify_tree(const VerifiedTrees& trees, int64_t i, const T* values, int64_t
   const int32_t* parents = trees.parents + first;
   const Options& options = trees.options[i];
   const bool is_sampled = trees.is_sampled[row], is_greedy = !is_sampled && !trees.holds_probs && options.temperature == 0;
-  const std::unique_ptr<float[]> room(is_greedy ? nullptr : new float[(is_sampled ? 2 : 1) * size]);
-  float* rest = is_sampled ? room.get() + size : nullptr;
+  const std::unique_ptr<float[]> room(is_greedy ? nullptr : new float[(is_sampled ? 3 : 1) * size]);
+  float *rest = is_sampled ? room.get() + size : nullptr, *untried = is_sampled ? rest + size : nullptr;
   const float *probs, *draft_probs; // p where the path ends, and q that its children were sampled from, null at a leaf
-  double scale, tried;              // s and Q of the children tried so far
-  int64_t reached, depth = 0, rank, wanted;
+  double scale;                     // s of the children tried so far
+  int64_t reached, depth = 0, rank, wanted, rejected; // the last one that was tried
 
   const auto uniform = [&](int64_t stream) { return uniform_number(options.seed, options.position + depth, stream); };
   const auto q_after = [&](int64_t node) { return trees.draft_probs + trees.draft_rows[first + row + 1 + node] * size; };
@@ -200,7 +202,7 @@ void verify_tree(const VerifiedTrees& trees, int64_t i, const T* values, int64_t
   };
   const auto enter = [&](int64_t node) { // or the root, -1
     const T* here = values + (1 + node) * size;
-    reached = node, rank = 0, scale = 0, tried = 0, draft_probs = nullptr;
+    reached = node, rank = 0, scale = 0, draft_probs = nullptr;
     if (is_greedy) {
       wanted = argmax_row(here, size);
       return;
@@ -216,12 +218,17 @@ void verify_tree(const VerifiedTrees& trees, int64_t i, const T* values, int64_t
     if (!is_sampled) return token == wanted;
     if (token < 0 || token >= size) return false; // whoever proposed it
     const double p = probs[token], q = draft_probs[token];
-    const double mass = rank == 0 ? 1 : residual_row(probs, draft_probs, static_cast<float>(scale), rest, size);
-    const double left = std::max(1 - tried, q); // at least q, whatever rounding does
+    double mass = 1, left = 1; // of r and q_k before they are normalised
+    if (rank > 0) { // 1 less what was tried would lose what is left of a q that is nearly sure of a token
+      if (rank == 1) std::copy_n(draft_probs, size, untried);
+      untried[rejected] = 0;
+      left = sum_terms(size, [=](int64_t i) { return untried[i]; });
+      mass = residual_row(probs, draft_probs, scale, rest, size);
+    }
     const double coin = uniform(kAccept | rank << 8);
-    if (coin < std::max(p - scale * q, 0.0) * left / (mass * q)) return true;
+    if (coin * mass * q < std::max(p - scale * q, 0.0) * left) return true;
     if (left > 0) scale += mass / left; // else nothing of q is left to subtract
-    tried += q, rank += 1;
+    rejected = token, rank += 1;
     return false;
   };
 
@@ -234,7 +241,7 @@ void verify_tree(const VerifiedTrees& trees, int64_t i, const T* values, int64_t
     enter(node);
   }
   if (is_sampled) { // from the residual; from p at a leaf, or if rounding leaves nothing of the residual
-    const bool is_rest = draft_probs && residual_row(probs, draft_probs, static_cast<float>(scale), rest, size) > 0;
+    const bool is_rest = draft_probs && residual_row(probs, draft_probs, scale, rest, size) > 0;
     wanted = draw(is_rest ? rest : probs, draft_probs ? kResidual : kSample);
   }
   trees.final_tokens[i] = wanted;

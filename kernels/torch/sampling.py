@@ -18,9 +18,6 @@ from titan.core.trees import Upload
 TOP_P_CANDIDATES = 512
 """Number of most likely tokens in which the nucleus is searched first; a larger nucleus takes a full sort."""
 
-TINY_TEMPERATURE = 1e-3
-"""Smallest temperature by which any logit of a model can be divided without overflow."""
-
 Softmax = Callable[[Tensor, Tensor], Tensor]
 """A function like `softmax_at`."""
 
@@ -100,14 +97,20 @@ def _cut(logits: Tensor, rows: SamplingRows, softmax: Softmax) -> Tensor:
 
 
 def _cut_top_k(logits: Tensor, limits: Ints) -> Tensor:
-    """Keep the ``limits`` [n] largest logits of each row; ties are broken by the order of `topk`."""
-    vocab_size = logits.shape[-1]
-    largest = logits.topk(int(limits[limits < vocab_size].max()), dim=-1)
-    limits_column = _column(limits, logits)
-    is_kept = torch.arange(largest.indices.shape[1], device=logits.device) < limits_column
-    kept = largest.values.masked_fill(~is_kept, float("-inf"))
-    cut = torch.full_like(logits, float("-inf")).scatter_(-1, largest.indices, kept)
-    return torch.where(limits_column < vocab_size, cut, logits)
+    """Keep the ``limits`` [n] largest logits of each row, of equal ones the first."""
+    vocab_size, most = logits.shape[-1], int(limits[limits < logits.shape[-1]].max())
+    values, tokens = logits.topk(most + 1, dim=-1)
+    column = _column(limits, logits)
+    last = column.clamp(max=most) - 1
+    least = values.gather(1, last)
+    is_tied = ((values.gather(1, last + 1) == least) & (column < vocab_size))[:, 0]
+    for i in is_tied.nonzero()[:, 0].tolist():  # `topk` lists any of those that are equal
+        num_larger = int((values[i] > least[i]).sum())
+        tokens[i, num_larger : limits[i]] = (logits[i] == least[i]).nonzero()[: limits[i] - num_larger, 0]
+    is_kept = torch.arange(most + 1, device=logits.device) < column
+    kept = (torch.where(is_kept, each, each[:, :1]) for each in (tokens, values))  # the others write the first once more
+    cut = torch.full_like(logits, float("-inf")).scatter_(-1, *kept)
+    return torch.where(column < vocab_size, cut, logits)
 
 
 def _cut_top_p(probs: Tensor, top_p: Tensor, num_candidates: int = TOP_P_CANDIDATES) -> Tensor:
@@ -134,8 +137,7 @@ def softmax_at(logits: Tensor, temperatures: Tensor) -> Tensor:
         float32 [n, vocab]; NaN in a row whose largest logit is not finite.
     """
     scaled = logits.to(torch.float32, copy=True)
-    if (temperatures < TINY_TEMPERATURE).any():
-        scaled -= scaled.amax(-1, keepdim=True)  # else the softmax could compute inf - inf
+    scaled -= scaled.amax(-1, keepdim=True)  # a tiny temperature might make it infinite
     return scaled.div_(temperatures[:, None]).softmax(-1)
 
 

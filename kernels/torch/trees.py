@@ -12,8 +12,8 @@ child is left, the final token is sampled from it. With one child this is the ru
 transformers via speculative decoding", 2023; the recursion is that of Jeon et al., "Recursive speculative decoding", 2024. Either
 way the token is distributed as p.
 
-No residual is stored. With Q_k the q-mass of the first k children, r_k = max(p - s_k q, 0) / m_k, where s_0 = 0, m_0 = 1,
-s_{k+1} = s_k + m_k / (1 - Q_k) and m_{k+1} = sum(max(p - s_{k+1} q, 0)); tokens that were rejected before become 0 by themselves.
+The q-mass that earlier children leave is a sum over the other tokens. 1 less what they had would be rounding alone where the draft
+is as good as sure of one of them, as it is at low temperatures, and the rule another than the one that siblings are sampled by.
 
 A rule of one's own, a function of a `TreeToVerify`, takes the place of both by `RuledTrees`.
 """
@@ -227,27 +227,27 @@ class TreeToVerify(NamedTuple):
                 return Outcome(path, self.sample(p, len(path), Purpose.SAMPLE))
             q = self.q(node)
             assert q is not None, "the tree was sampled"
-            accepted, scale = self._try(children, p, q, len(path))
+            accepted, rest = self._try(children, p, q, len(path))
             if accepted is not None:
                 path.append(accepted)
                 continue
-            rest = (p - scale * q).clamp(min=0)
             rest = rest if rest.any() else p  # rounding may leave nothing of it
             return Outcome(path, self.sample(rest, len(path), Purpose.RESIDUAL))
 
-    def _try(self, children: list[int], p: Tensor, q: Tensor, depth: int) -> tuple[int | None, float]:
-        """Return the accepted child, if any, and the scale s of the residual after the rejected ones."""
-        scale, tried = 0.0, 0.0  # s and Q
+    def _try(self, children: list[int], p: Tensor, q: Tensor, depth: int) -> tuple[int | None, Tensor]:
+        """Return the accepted child, if any, and what the rejected ones leave of p: float64 [vocab], not normalised."""
+        rest, untried, mass, left = p.double(), q.double(), 1.0, 1.0  # r and q, and what they add up to
         for rank, child in enumerate(children):
-            p_child, q_child = float(p[self.token_ids[child]]), float(q[self.token_ids[child]])
-            mass = float((p - scale * q).clamp(min=0).sum(dtype=torch.float64)) if rank else 1.0
-            left = max(1 - tried, q_child)  # at least q, despite rounding
+            token = self.token_ids[child]
+            if rank:
+                mass, left = float(rest.sum()), float(untried.sum())
             coin = float(philox_uniform(self.seed, self.position + depth, Purpose.ACCEPT, sibling=rank))
-            if coin * mass * q_child < max(p_child - scale * q_child, 0.0) * left:
-                return child, scale
-            scale += mass / left if left > 0 else 0.0  # 0: nothing of q is left to subtract
-            tried += q_child
-        return None, scale
+            if coin * mass * float(untried[token]) < float(rest[token]) * left:
+                return child, rest
+            if left > 0:
+                rest = (rest - mass / left * untried).clamp(min=0)
+            untried[token] = 0
+        return None, rest
 
 
 AcceptanceRule = Callable[[TreeToVerify], Outcome]

@@ -107,6 +107,18 @@ def test_probs_of_all_options_side_by_side(
     assert torch.equal(logits, before)
 
 
+@pytest.mark.parametrize("vocab_size", [300, 5000])
+def test_of_equal_logits_top_k_keeps_the_first_whatever_other_rows_keep(backend: Backend, vocab_size: int) -> None:
+    limits = (1, 5, 40, vocab_size - 1, 0, 120, vocab_size)
+    options = [(0.9, top_k, 1.0, 0.0) for top_k in limits]
+    logits = torch.randint(0, 4, (len(options), vocab_size), generator=torch.Generator().manual_seed(0))
+    logits = logits.to(backend.device, torch.bfloat16)
+    probs = backend.sampling.probs(logits, sampling_rows(options))
+    assert_same_distribution(probs.cpu(), reference_probs(logits, options))
+    for i, option in enumerate(options):
+        assert torch.equal(backend.sampling.probs(logits[i : i + 1], sampling_rows([option]))[0] > 0, probs[i] > 0)
+
+
 @pytest.mark.parametrize("option", [(1.0, 2400, 1.0, 0.0), (3.0, 0, 0.98, 0.0), (2.0, 3000, 0.97, 0.0)])
 def test_cuts_that_keep_thousands_of_tokens(backend: Backend, option: Option) -> None:
     logits = random_logits(backend, 1, 6000, scale=1)

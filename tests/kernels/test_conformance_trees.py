@@ -241,13 +241,19 @@ def sampled_case(kind: str, num_trees: int, vocab_size: int = 16, *, seed: int, 
     rng = np.random.default_rng(seed)
     trees, logits = [], []
     for _ in range(num_trees):
-        num_nodes = int(rng.integers(1, 8))
-        parents = chain_parents(num_nodes) if kind == "certain" else random_parents(rng, num_nodes)
+        num_nodes = int(rng.integers(1, 8)) if kind not in ("siblings", "sure") else 12
+        if kind == "certain":
+            parents = chain_parents(num_nodes)
+        else:
+            parents = random_parents(rng, num_nodes) if num_nodes < 12 else np.full(num_nodes, -1, np.int32)
         scores = rng.normal(size=(num_nodes + 1, vocab_size)) * (25 if kind == "certain" else 1.5)
         q = np.exp(scores + rng.normal(size=scores.shape) * {"certain": 3, "equal": 0}.get(kind, 0.7))
         if kind == "holes":
             is_hole = np.tile(np.arange(vocab_size) % 2 == 0, (num_nodes + 1, 1))
             q[rng.permuted(is_hole, axis=1)] = 0
+        elif kind == "sure":  # of a token, and where that is taken, of another, until what is left is below any rounding
+            tier = rng.permutation([0, *([1, 2, 3] if rng.random() < 0.5 else [3, 3, 3]) * 5])
+            q, scores = q * np.array([1, 1e-9, 1e-20, 1e-42])[tier], scores - tier
         elif kind == "apart":
             q[:, : vocab_size // 2] = 0
             scores[:, vocab_size // 2 :] = -np.inf
@@ -319,6 +325,8 @@ def nan_in_new_memory() -> Iterator[None]:
         ("apart", 12, {}),
         ("equal", 8, {}),
         ("certain", 20, {}),
+        ("siblings", 14, {}),
+        ("sure", 15, {}),
         ("near", 4, {"option": CUT}),
         ("near", 6, {"vocab_size": 2 * 4096 + 900}),
         pytest.param("certain", 64, {"vocab_size": 128_256}, marks=ON_CUDA),

@@ -351,7 +351,7 @@ def flat_q(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
 def no_residual(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """The target's p where the residual should be."""
     attempt = TreeToVerify._try
-    monkeypatch.setattr(TreeToVerify, "_try", lambda *args: (attempt(*args)[0], 0.0))
+    monkeypatch.setattr(TreeToVerify, "_try", lambda tree, children, p, q, depth: (attempt(tree, children, p, q, depth)[0], p))
 
 
 def no_paths(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:

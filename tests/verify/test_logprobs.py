@@ -158,3 +158,12 @@ def test_tokens_that_tie_have_the_rank_of_the_first() -> None:
     paths, tokens = [[0, 1, 2, 3]], [[0, 1, 2, 3, 4]]
     [entries] = emitted_logprobs([asking_for(0)], np.array([0, 5]), paths, tokens, logits, upload).values()
     assert [entry[token_id].rank for token_id, entry in enumerate(entries)] == [4, 1, 1, 5, 1]
+
+
+def test_which_of_tied_tokens_are_listed_does_not_depend_on_what_others_ask_for() -> None:
+    logits = torch.randint(0, 4, (40, 400), generator=torch.Generator().manual_seed(0)).bfloat16()
+    requests = [asking_for(5), asking_for(20)]
+    for row in logits:
+        [alone] = emitted_logprobs(requests[:1], np.array([0, 1]), [[]], [[7]], row[None], upload).values()
+        both = emitted_logprobs(requests, np.array([0, 1, 2]), [[], []], [[7], [7]], row.repeat(2, 1), upload)
+        assert both[0] == alone and len(both[1][0]) >= 20

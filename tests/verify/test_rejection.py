@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import permutations
 
 import numpy as np
@@ -66,8 +67,10 @@ def test_where_rounding_leaves_nothing_of_the_residual_p_itself_is_sampled_from(
     p = torch.tensor([0.5, 0.0, 0.25, 0.125, 0.125])
     coins = philox_uniform(np.arange(60_000, dtype=np.uint64), POSITION, Purpose.ACCEPT)
     seeds = np.flatnonzero(coins > 1 / excess + 1e-5)[:12].astype(np.uint64)
-    tree = DraftTree.chain([2], (p * excess)[None].to(backend.device))
+    tree = DraftTree.chain([2], p[None].to(backend.device))
     trees = trees_on(backend, [tree] * len(seeds), VOCAB_SIZE)
+    assert trees.draft_probs is not None
+    trees = replace(trees, draft_probs=trees.draft_probs * excess)
     sampling = SamplingRows.of((SamplingParams(), seed, POSITION) for seed in seeds.tolist())
     logits = p.log().repeat(2 * len(seeds), 1).to(backend.device)
     verified = backend.trees.verify(logits, trees, np.arange(len(seeds)), sampling)

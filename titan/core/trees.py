@@ -310,7 +310,8 @@ class DraftTrees:
         )
         columns = map(np.concatenate, zip(*columns_of_trees, strict=True))
         *nodes, rows = upload([*columns, np.concatenate(draft_rows).astype(np.int32)])
-        probs = [tree.draft_probs for tree in trees if tree.draft_probs is not None and tree.num_nodes]
+        given = [tree.draft_probs for tree in trees if tree.draft_probs is not None and tree.num_nodes]
+        probs = [each / each.sum(1, keepdim=True) for each in given]  # a rounded q adds up to 1 only about
         return cls(
             start_loc=np.cumsum([0, *(tree.num_nodes for tree in trees)]),
             is_chain=np.array([tree.topology.is_chain for tree in trees]),
