@@ -294,7 +294,12 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
         "counts slots",
         {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
     ),
-    "bart": ("encoder and decoder", "2 of 4 layers", {"decoder_attention_heads": 4, "decoder_ffn_dim": 96, "decoder_layers": 2}),
+    "bart": (
+        "a decoder that counts positions itself",
+        "takes no position_ids",
+        {"decoder_attention_heads": 4, "decoder_ffn_dim": 96, "is_encoder_decoder": False}
+        | {"decoder_layers": 2, "encoder_layers": 2},
+    ),
     "kosmos-2.5": (
         "positions counted from the padding token",
         "begin at 0",

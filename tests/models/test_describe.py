@@ -40,6 +40,14 @@ def test_kv_is_told_before_there_are_weights(tmp_path: Path, name: str) -> None:
     assert runs and f"{num_bytes:,} bytes" in facts["KV, 1 token"]
 
 
+def test_a_decoder_of_speech_has_as_many_positions_as_it_learned() -> None:
+    own = {"d_model": 64, "decoder_layers": 2, "encoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96}
+    config = CONFIG_MAPPING["whisper"](
+        is_encoder_decoder=False, architectures=["WhisperForCausalLM"], max_target_positions=64, **own
+    )
+    assert describe(config).max_position_embeddings == 64
+
+
 @pytest.mark.parametrize("name", ["mixtral", "gemma3"])
 def test_the_dtype_is_that_of_the_checkpoint(name: str) -> None:
     config = tiny_config(name)

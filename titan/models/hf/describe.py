@@ -59,12 +59,14 @@ def describe(source: Any, eos_token_ids: tuple[int, ...] | None = None, *, trust
     if getattr(type(model), "_is_stateful", False) and not getattr(text_config, "layer_types", None):  # else these were checked
         raise ValueError(f"{type(model).__name__} keeps another state than keys and values, which is not supported")
     decoder, hidden = find_decoder(model), list[Tensor]()
+    _check_takes(decoder, "position_ids")
     for module in decoder.modules():
         if hasattr(module, COUNTS_FROM_PADDING):
             raise ValueError(
                 f"{type(module).__name__} counts positions from the padding token, which is not supported: they must begin at 0"
             )
-    limit = num_positions(text_config, getattr(text_config, "max_position_embeddings", None) or DEFAULT_POSITIONS)
+    lengths = (getattr(text_config, name, None) for name in ("max_position_embeddings", "max_target_positions"))
+    limit = num_positions(text_config, next(filter(None, lengths), DEFAULT_POSITIONS))
     modules: tuple[ProbedModule, ...] = ()
     decoder.register_forward_hook(lambda _module, _args, output: hidden.append(output.last_hidden_state[0]))
     with torch.no_grad(), quiet(), probe.without_weights(model):
@@ -123,14 +125,17 @@ def _probe_cache(model: Any, text_config: Any) -> tuple[LayerSpec, ...]:
     for name in ("sliding_window", "window_size"):
         if (size := getattr(text_config, name, None)) is not None:
             raise ValueError(f"{name}={size} is not supported in {type(decoder).__name__}, which counts slots, not positions")
-    for name in ("position_ids", "past_key_values"):
-        if name not in inspect.signature(decoder.forward).parameters:
-            raise ValueError(f"{type(decoder).__name__} takes no {name}, without which trees cannot be run")
+    _check_takes(decoder, "past_key_values")
     token, cache = torch.zeros(1, 1, dtype=torch.int64), ShapeCache()
     decoder(input_ids=token, position_ids=token, attention_mask=torch.zeros(1, 1, 1, 1), past_key_values=cache, use_cache=True)
     if len(cache.layers) != text_config.num_hidden_layers:
         raise ValueError(f"{len(cache.layers)} of {text_config.num_hidden_layers} layers store keys and values")
     return tuple(cache.layers)
+
+
+def _check_takes(decoder: Any, name: str) -> None:
+    if name not in inspect.signature(decoder.forward).parameters:
+        raise ValueError(f"{type(decoder).__name__} takes no {name}, without which trees cannot be run")
 
 
 def register() -> None:
