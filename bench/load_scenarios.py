@@ -23,6 +23,7 @@ from titan.core.request import Request
 from titan.core.terms import RequestTerms
 from titan.engine import Engine
 from titan.schedule.policies.fair import FairPolicy
+from titan.schedule.policies.fcfs import FcfsPolicy
 
 Figures = dict[str, float]
 Options = Mapping[str, Any]
@@ -86,7 +87,10 @@ def make_scenarios(args: argparse.Namespace) -> dict[str, Scenario]:
             shares=(0.8,),
         ),
         "priority": Scenario(
-            settings={"fcfs": {}, "priority": {"scheduling_policy": "priority"}},
+            settings={
+                "fcfs": {"scheduling_policy": FcfsPolicy()},  # which by its name refuses classes
+                "priority": {"scheduling_policy": "priority"},
+            },
             draw=_draw_classes,
             measure=partial(_measure_classes, seconds=args.seconds),
             ratios=["critical first token P99, ms", "batch completed"],

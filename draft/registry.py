@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from titan.core.checks import check_integer, missing_members
+from titan.core.checks import check_integer, missing_members, shown
 from titan.core.dtypes import dtype_name
 from titan.draft.base import CachingDrafter, DraftContext, Drafter, NoDrafter
 from titan.draft.draft_model import DraftModelDrafter
@@ -46,8 +46,10 @@ def register(name: str, factory: DrafterFactory) -> None:
     """Make a name stand for what a factory returns, wherever a draft model is given; a later factory replaces an earlier one.
 
     Raises:
-        ValueError: the name is one of Titan's own.
+        ValueError: the name is one of Titan's own, or the factory cannot be called.
     """
+    if not callable(factory):
+        raise ValueError(f"factory={shown(factory)} is not allowed: it must be a function of a DraftContext")
     if name in OWN_NAMES:
         raise ValueError(f"name={name!r} is taken, as each of these is: {', '.join(OWN_NAMES)}")
     _FACTORIES[name] = factory

@@ -348,6 +348,7 @@ BAD_MESSAGES: list[tuple[Any, list[str]]] = [
         for given in ("{", "[1]", "5", "null", [1], 5)
     ),
     ([{"role": "assistant", "tool_calls": 5}], ["messages[0]", "the tool call 5", "function"]),
+    ([{"role": "user", "content": "a\ud800"}], ["messages=", "surrogate", "UTF-8"]),
     ([{"role": "user", "content": "refuse"}], ["messages=", "cannot be rendered by the chat template", "not this"]),
 ]
 NO_PARAMS = "a SamplingParams, a list of them, or None"
@@ -421,6 +422,9 @@ def test_terms_that_are_not_allowed(llm: LLM, method: str, prompt: Any) -> None:
         getattr(llm, method)(prompt, timeout_s=-1)
     with raises("priority has 2 entries for 1 prompts"):
         getattr(llm, method)(prompt, priority=["batch", "batch"])
+    for name, value, default in (("priority", "batch", "'normal'"), ("deadline_s", 2.5, "None")):
+        with raises(f"{name}={value!r} is for scheduling_policy='priority'", f"with 'fcfs', {default} is allowed"):
+            getattr(llm, method)(prompt, **{name: value})
     own = r"chat_template, .*, request_id" if method == "chat" else "sampling_params, .*request_id"
     with pytest.raises(TypeError, match=f"no option 'xyz'; allowed: .*{own}, priority"):
         getattr(llm, method)(prompt, xyz=5)
@@ -528,3 +532,8 @@ def test_options_that_leave_nothing_to_sample_are_named_and_cost_no_other(llm: L
     assert beside.outputs == expected.outputs
     for output, (_, reason) in zip(outputs, UNSAMPLED, strict=True):
         assert output.outputs[0].finish_reason == "error" and re.match(f"{reason}; allowed is what keeps it finite", output.error)
+
+
+def test_a_name_of_a_drafter_stands_for_a_function() -> None:
+    with raises("factory=5", "must be a function of a DraftContext"):
+        register("five", 5)  # type: ignore[arg-type]

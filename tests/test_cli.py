@@ -38,7 +38,8 @@ def models(zoo: Zoo) -> list[str]:
 
 
 def generate(*args: str) -> int:
-    return main(["generate", "the dog", "--max-tokens", "12", "--ignore-eos", "--speculation", "fixed", *args])
+    drafting = ["--speculation", "fixed"] if "--draft-model" in args else []
+    return main(["generate", "the dog", "--max-tokens", "12", "--ignore-eos", *drafting, *args])
 
 
 def generate_json(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
@@ -86,6 +87,7 @@ def test_a_shape_is_a_name_or_parents(
         (["--show-tree"], "--show-tree needs a draft: give --draft-model\n"),
         (["--compare"], "--compare needs a draft"),
         (["--compare", "--draft-model", "ngram", "--speculation", "off"], "--compare needs a draft: give no --speculation off\n"),
+        (["--speculation", "fixed"], "--speculation needs a draft: give --draft-model\n"),
         (["--compare", "--speculation", "off"], "--compare needs a draft: give --draft-model and no --speculation off\n"),
         (["--draft-tree", "chain"], "--draft-tree needs a draft"),
         (["--draft-weight-bits", "none"], "--draft-weight-bits needs a draft"),

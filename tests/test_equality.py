@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from itertools import combinations, product
 from pathlib import Path
@@ -40,7 +41,8 @@ TARGETS = {"native": "llama", "transformers": "llama", "gathered": "gathered"}
 PROMISES = {"exact in float32", "same distribution", "refused"}
 PROMPTS = random_prompts(4, seed=8, max_len=24)
 NUM_TOKENS = 20
-TERMS = [RequestTerms(priority=PRIORITIES[2 - i % 3], user="ab"[i // 2]) for i in range(len(PROMPTS))]
+USERS = [RequestTerms(user="ab"[i // 2]) for i in range(len(PROMPTS))]
+CLASSES = [replace(each, priority=PRIORITIES[2 - i % 3]) for i, each in enumerate(USERS)]
 MEMORY = {"ample": AMPLE, "scarce": SCARCE | {"num_kv_blocks": 8}}
 
 Case = dict[str, str]
@@ -111,7 +113,7 @@ def generate(zoo: Zoo, case: Case, speculation: str = "fixed") -> list[list[int]
         SamplingParams(temperature=temperature, seed=i if case["seed"] == "own" else None, max_tokens=NUM_TOKENS)
         for i in range(len(PROMPTS))
     ]
-    outputs = run_all(engine, PROMPTS, params, before_step=swap, terms=TERMS)
+    outputs = run_all(engine, PROMPTS, params, before_step=swap, terms=CLASSES if case["policy"] == "priority" else USERS)
     assert (engine.counters.num_preemptions > 0, engine.counters.num_swapped_out > 0) == (is_scarce, is_scarce and swaps)
     if case["drafter"] == "model" and speculation == "fixed":
         assert sum(engine.counters.accepted_per_depth) > 0

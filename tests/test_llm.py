@@ -520,11 +520,14 @@ def test_a_draft_is_judged_by_what_came_since_it_was_put_to_use(zoo: Zoo) -> Non
     assert any("useless" in finding for finding in faults(llm.metrics()))
     totals = llm.metrics()
     llm.swap_draft(zoo.path("llama"))
-    assert faults(llm.metrics()) == [] and llm.metrics().current_draft == DraftMetrics(0, 0, 0.0)
+    assert faults(llm.metrics()) == [] and llm.metrics().current_draft == DraftMetrics(0, 0, 0.0, 0.0)
     metrics = [each.metrics for each in run()]
     own, after = llm.metrics().current_draft, llm.metrics()
     assert own.mean_acceptance_length == 160 / sum(each.num_sequence_steps for each in metrics) > 2
     assert own.num_proposed_tokens == sum(sum(each.proposed_per_depth) for each in metrics)
+    llm.generate(random_prompts(8), greedy(60, ignore_eos=True, use_speculative=False), use_tqdm=False)
+    assert faults(llm.metrics()) == [], "what did not draft says nothing of the draft"
+    assert llm.metrics().current_draft.mean_acceptance_length < 1.3 < 2 < llm.metrics().current_draft.mean_drafted_length
     assert own.num_accepted_tokens == sum(each.num_accepted_tokens for each in metrics)
     assert sum(after.proposed_per_depth) == sum(totals.proposed_per_depth) + own.num_proposed_tokens, "metrics keep totals"
     llm.swap_draft(zoo.path("useless"))

@@ -296,6 +296,12 @@ def test_a_policy_that_chooses_what_there_is_not_is_named() -> None:
     server.scheduler.policy.victim = lambda _running, _now: stranger  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match=r"policy 'lifo' preempts Request\(.*which does not run"):
         server.drain()
+    server = Server(Lifo(), max_batch_size=1)
+    server.scheduler.policy.displaceable = lambda *_: [None]  # type: ignore[method-assign,list-item,return-value]
+    for _ in range(2):
+        server.add({}, 3, 4)
+    with pytest.raises(RuntimeError, match="policy 'lifo' preempts None, which does not run"):
+        server.drain()
 
 
 class Faulty(FcfsPolicy):

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from titan.core.checks import check_bool, check_text, shown
+from titan.core.checks import check_bool, check_characters, check_text, shown
 
 Message = Mapping[str, Any]
 Conversation = Sequence[Message]
@@ -85,10 +85,13 @@ class ChatTemplate:
             message["content"] = self._as_taken(message["content"], message["role"])
         try:
             text = self._apply(read, tokenize=False)
-            return {"prompt": text, "prompt_token_ids": self._encode(text, read)}
         except Exception as error:  # a template can raise anything
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise ValueError(f"messages={shown(messages)} cannot be rendered by the chat template: {reason}") from error
+            raise _not_rendered(messages, error) from error
+        check_characters("messages", text)
+        try:
+            return {"prompt": text, "prompt_token_ids": self._encode(text, read)}
+        except Exception as error:
+            raise _not_rendered(messages, error) from error
 
     def _as_taken(self, content: str | list[str], role: str) -> str | list[dict[str, str]]:
         if isinstance(content, str):
@@ -111,6 +114,11 @@ class ChatTemplate:
 
     def _apply(self, messages: list[dict[str, Any]], *, tokenize: bool) -> Any:
         return self._tokenizer.apply_chat_template(messages, tokenize=tokenize, return_dict=False, **self._options)
+
+
+def _not_rendered(messages: object, error: Exception) -> ValueError:
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    return ValueError(f"messages={shown(messages)} cannot be rendered by the chat template: {reason}")
 
 
 def as_conversations(messages: Any) -> list[Any]:

@@ -251,6 +251,7 @@ def _generate(args: argparse.Namespace) -> int:
         draft_model = "demo" if args.model == "demo" else "none"
     has_draft, is_off = draft_model != "none", options.get("speculation") == "off"
     unused = [name for name in DRAFT_OPTIONS if name in options and not has_draft]
+    unused += ["speculation"] * ("speculation" in options and not is_off and not has_draft)
     unused += [name for name in SHOWS_OF_DRAFTS if getattr(args, name) and (is_off or not has_draft)]
     if unused:
         needed = ["--draft-model"] * (not has_draft) + ["no --speculation off"] * is_off

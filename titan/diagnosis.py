@@ -23,7 +23,7 @@ IDLE, QUEUED, STARVED, DRAFTING, HOST, ROW_COST = 1 / 2, 1 / 2, 1 / 10, 1 / 5, 1
 """Shares from which, or below which for the first, the rules hold."""
 
 MANY_DRAFTS, FEW_TOKENS = 100, 1.3
-"""Draft tokens from which on acceptance is known, and the tokens per request and step below which it is low."""
+"""Draft tokens from which on acceptance is known, and the tokens per step of a request that has drafts below which it is low."""
 
 
 def bottlenecks(metrics: EngineMetrics) -> list[str]:
@@ -40,11 +40,11 @@ def faults(metrics: EngineMetrics) -> list[str]:
     always_drafts = metrics.draft != "none" and metrics.speculation is None  # "adaptive" lowers the number itself
     drafted = metrics.current_draft
     is_known = drafted.num_proposed_tokens >= MANY_DRAFTS
-    if always_drafts and is_known and drafted.mean_acceptance_length < FEW_TOKENS:
+    if always_drafts and is_known and drafted.mean_drafted_length < FEW_TOKENS:
         share = metrics.draft_vocabulary
         vocabulary = "" if share is None or share == 1 else f", whose vocabulary has {share:.1%} of the target's tokens,"
         findings.append(
-            f"with the draft {metrics.draft!r}{vocabulary} a step emits {drafted.mean_acceptance_length:.2f} tokens per request: "
+            f"with the draft {metrics.draft!r}{vocabulary} a step emits {drafted.mean_drafted_length:.2f} tokens per request: "
             f"lower max_draft_tokens or use another draft"
         )
     if num_failures := metrics.num_draft_failures:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from titan.core.checks import shown
+from titan.core.checks import check_characters, shown
 from titan.core.outputs import RequestMetrics
 from titan.core.request import Request, make_siblings
 from titan.core.sampling_params import SamplingParams
@@ -24,6 +24,8 @@ from titan.schedule.admission import check_request, check_token_ids
 
 MAX_BAD_WORDS = 4096
 """Number of ``bad_words`` whose tokens are remembered."""
+NOT_BY_PRIORITY = ("fcfs", "fair")
+"""Policies of Titan that do not look at the priority and the deadline of a request."""
 
 
 class InputProcessor:
@@ -65,6 +67,7 @@ class InputProcessor:
                     f"prompt has cache_salt={shown(cache_salt)}, and its call cache_salt={terms.cache_salt!r}: give one of them"
                 )
             terms = replace(terms, cache_salt=cache_salt)
+        self._check_terms(terms)
         prompt_token_ids = self._encode(text or "") if token_ids is None else token_ids
         max_tokens = check_request(text, prompt_token_ids, params, self._engine.limits)
         for name in ("stop", "bad_words"):
@@ -101,12 +104,20 @@ class InputProcessor:
             make_siblings(*family)
         return family[0]
 
+    def _check_terms(self, terms: RequestTerms) -> None:
+        policy = self._engine.config.schedule.scheduling_policy
+        if policy not in NOT_BY_PRIORITY:
+            return
+        for name, default in (("priority", "normal"), ("deadline_s", None)):
+            if (value := getattr(terms, name)) != default:
+                raise ValueError(f"{name}={value!r} is for scheduling_policy='priority': with {policy!r}, {default!r} is allowed")
+
     def _encode(self, prompt: str) -> list[int]:
         if self._tokenizer is None:
             raise ValueError(
                 f"prompt={shown(prompt)} is text, and the model has no tokenizer: allowed are token ids, or text with tokenizer=..."
             )
-        _check_characters("prompt", prompt)
+        check_characters("prompt", prompt)
         with _refusing("prompt", prompt):
             token_ids: list[int] = self._tokenizer.encode(prompt)
         return token_ids
@@ -131,14 +142,9 @@ def _refusing(name: str, value: str | Sequence[int]) -> Iterator[None]:
         raise ValueError(f"{name}={shown(value)} cannot be read by the tokenizer: {type(error).__name__}: {error}") from error
 
 
-def _check_characters(name: str, text: str) -> None:
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise ValueError(f"{name}={shown(text)} has a surrogate, which is half a character: allowed is what UTF-8 can hold")
-
-
 def _encode_bad_word(tokenizer: Any, vocab_size: int, word: str) -> list[tuple[int, ...]]:
     """Return the tokens of a word: as it is, at the beginning of a text, and after a space."""
-    _check_characters("bad_words", word)
+    check_characters("bad_words", word)
     bare = word.lstrip()
     forms = {word, bare, f" {bare}"} if bare else {word}
     with _refusing("bad_words", word):

@@ -141,6 +141,12 @@ def check_text(name: str, value: object) -> str | None:
     return value
 
 
+def check_characters(name: str, text: str) -> None:
+    """Refuse text that UTF-8 cannot hold, which tokenizers fail at."""
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError(f"{name}={shown(text)} has a surrogate, which is half a character: allowed is what UTF-8 can hold")
+
+
 def missing_members(value: object, protocol: type) -> list[str]:
     """Return the names of the members of a protocol that an object lacks.
 

@@ -13,6 +13,7 @@ class EngineCounters:
 
     num_steps: int = 0
     num_sequence_steps: int = 0  # verifications and decodes: rows that emitted tokens
+    num_drafted_steps: int = 0  # of these, verifications: rows that had drafts
     num_emitted_tokens: int = 0  # final tokens included
     num_rows: int = 0  # tokens that the target's passes computed, drafts included
     num_context_tokens: int = 0  # tokens before these, of all requests, summed over passes
@@ -33,6 +34,7 @@ class DraftMetrics:
     num_proposed_tokens: int
     num_accepted_tokens: int
     mean_acceptance_length: float  # tokens per request and target step, final token included
+    mean_drafted_length: float  # the same over the steps in which a request had drafts; 0: there were none
 
 
 @dataclass(frozen=True, slots=True)

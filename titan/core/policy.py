@@ -37,17 +37,19 @@ class SchedulingPolicy(Protocol):
     def first(self, now: float) -> Request:
         """Return the waiting request that starts next; there is at least one."""
 
-    def serve(self, request: Request, num_prompt_tokens: int, num_output_tokens: int) -> None:
+    def serve(self, request: Request, num_prompt_tokens: int, num_output_tokens: int) -> None:  # noqa: ARG002
         """Note that a request is given these many tokens more.
 
         Its prompt counts at once when it first starts, without tokens found in a cache.
         """
+        return  # else type checkers take this for abstract
 
-    def end(self, request: Request) -> None:
+    def end(self, request: Request) -> None:  # noqa: ARG002
         """Note that a request, which waits no more, has finished, was aborted or failed.
 
         It may be called twice for a request, if its end failed or was interrupted.
         """
+        return
 
     @abstractmethod
     def victim(self, running: Sequence[Request], now: float) -> Request:

@@ -70,10 +70,13 @@ class StepLog:
         """Sum up the steps since the current draft came."""
         now, before = self.counters, self._before_draft
         num_steps = now.num_sequence_steps - before.num_sequence_steps
+        num_drafted, num_accepted = now.num_drafted_steps - before.num_drafted_steps, sum(now.accepted_per_depth)
+        num_accepted -= sum(before.accepted_per_depth)
         return DraftMetrics(
             num_proposed_tokens=sum(now.proposed_per_depth) - sum(before.proposed_per_depth),
-            num_accepted_tokens=sum(now.accepted_per_depth) - sum(before.accepted_per_depth),
+            num_accepted_tokens=num_accepted,
             mean_acceptance_length=ratio(now.num_emitted_tokens - before.num_emitted_tokens, num_steps),
+            mean_drafted_length=ratio(num_drafted + num_accepted, num_drafted),
         )
 
     def recent_metrics(self, now: float, pass_s: Callable[[float, float], float] | None) -> RecentMetrics:

@@ -27,6 +27,8 @@ CORRECTS_TEKKEN = 5, 5
 """First version of transformers that does."""
 TIKTOKEN = "tiktoken.model"
 """The one file of this ending that is not of sentencepiece."""
+LENGTH_WARNING = "sequence-length-is-longer-than-the-specified-maximum"
+"""What transformers calls its warning of a long text, which it gives once: here prompts that are too long are refused."""
 TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")
 TOKENIZER_SIGNS = ("tokenizer*", "vocab.*", "merges.txt", "spiece.model")
 """Files of which a folder with a tokenizer has at least one."""
@@ -105,6 +107,7 @@ def load_tokenizer(files: ModelFiles, *, trust_remote_code: bool = False) -> Pre
         ) from error
     if tokenizer.get_vocab().keys() <= {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}:
         raise ValueError(f"model {name!r} has a tokenizer without a vocabulary ({some(found)}): it knows special tokens only")
+    tokenizer.deprecation_warnings[LENGTH_WARNING] = True
     if tokenizer.chat_template is None and (folder / CHAT_TEMPLATE).is_file():
         tokenizer.chat_template = files.read_json(CHAT_TEMPLATE).get("chat_template")
     return tokenizer

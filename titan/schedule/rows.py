@@ -181,6 +181,7 @@ class RowChooser:
         for candidate in candidates:
             if num_lacking <= 0 and (victims or not is_full):
                 break
+            scheduler.check_runs(candidate)
             victims.append(candidate)
             num_holders.update(candidate.block_ids)
             own = [each for each in candidate.block_ids if each not in wanted]

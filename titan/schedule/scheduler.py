@@ -241,10 +241,14 @@ class Scheduler:
         self._admit(request)
         return True
 
-    def preempt(self, request: Request) -> None:
-        """Take a running request's blocks away and queue it again; its KV goes to the swap space, or is computed again."""
+    def check_runs(self, request: object) -> None:
+        """Raise a `RuntimeError` if what the policy wants to preempt is no request that runs."""
         if request not in self.running:
             raise RuntimeError(f"the scheduling policy {self.policy.name!r} preempts {shown(request)}, which does not run")
+
+    def preempt(self, request: Request) -> None:
+        """Take a running request's blocks away and queue it again; its KV goes to the swap space, or is computed again."""
+        self.check_runs(request)
         if self.swap_rule.prefers_swap(request) and self._swap_out(request):
             self.counters.num_swapped_out += 1
         else:
@@ -262,7 +266,7 @@ class Scheduler:
         """
         changed = list[Request]()
         proposed, accepted = list[int](), list[int]()  # depths of draft tokens
-        num_sequences = num_tokens = 0
+        num_sequences = num_drafted = num_tokens = 0
         self.counters.num_context_tokens += plan.num_context_tokens
         now = self.clock()
         depths, first_nodes = acceptance.trees.nodes.depths.tolist(), acceptance.trees.start_loc.tolist()
@@ -286,6 +290,7 @@ class Scheduler:
                 own_accepted = range(1, min(len(path), num_emitted) + 1)
                 _count(request.metrics, 1, num_emitted, own_proposed, own_accepted)
                 num_sequences += 1
+                num_drafted += bool(own_proposed)
                 num_tokens += num_emitted
                 proposed += own_proposed
                 accepted += own_accepted
@@ -302,6 +307,7 @@ class Scheduler:
                 self._finish(request)
         self.counters.num_rows += sum(plan.num_tokens) + acceptance.trees.num_nodes
         _count(self.counters, num_sequences, num_tokens, proposed, accepted)
+        self.counters.num_drafted_steps += num_drafted
         return changed
 
     def _share_prompts(self, finished: Sequence[Request]) -> list[Request]:
