@@ -496,8 +496,11 @@ def test_swapping_the_draft_of_an_engine_that_must_not_speculate(zoo: Zoo) -> No
         llm.swap_draft("ngram")
 
 
-def test_logits_that_are_not_finite_abort_the_request_that_met_them(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The embedding of one token is NaN; the last request may find the second's blocks in the cache."""
+@pytest.mark.parametrize("prefill_chunk_size", [8, 16])
+def test_logits_that_are_not_finite_abort_the_request_that_met_them(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch, prefill_chunk_size: int
+) -> None:
+    """The embedding of one token is NaN; others begin with the tokens before it, whose KV is NaN too if they were in its chunk."""
 
     def load(*args: Any, **options: Any) -> Decoder:
         model = load_model(*args, **options)
@@ -509,7 +512,15 @@ def test_logits_that_are_not_finite_abort_the_request_that_met_them(zoo: Zoo, mo
     unused = min(set(range(3, 131)) - {token for tokens in (*good, *expected) for token in tokens})
     for room in ("titan.engine", "titan.draft.registry"):
         monkeypatch.setattr(f"{room}.load_model", load)
-    llm = LLM(zoo.path("llama"), zoo.path("llama"), num_kv_blocks=40, block_size=8, prefill_chunk_size=8, max_batch_size=2, **CPU)
+    llm = LLM(
+        zoo.path("llama"),
+        zoo.path("llama"),
+        num_kv_blocks=40,
+        block_size=8,
+        prefill_chunk_size=prefill_chunk_size,
+        max_batch_size=2,
+        **CPU,
+    )
     bad = [*good[1][:9], unused, *good[1][9:]]
     outputs = llm.generate([good[0], bad, *good[1:], bad], greedy(10, ignore_eos=True), use_tqdm=False)
     assert [outputs.pop(i).error for i in (4, 1)] == ["the target's logits are not finite"] * 2

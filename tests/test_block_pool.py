@@ -94,6 +94,14 @@ class PoolMachine(RuleBasedStateMachine):
                     self.hashes[block_id] = block_hash
         self.pool.is_drafted[table[0]] = self.is_drafted[table[0]] = True
 
+    @rule(seed=SEEDS)
+    def forget(self, seed: int) -> None:
+        forgotten = Random(seed).sample(HASHES, seed % (len(HASHES) + 1))
+        self.pool.forget(forgotten)
+        self.hashes = {block_id: each for block_id, each in self.hashes.items() if each not in forgotten}
+        self.blank |= {*self.cached} - {*self.hashes}
+        self.cached = [block_id for block_id in self.cached if block_id in self.hashes]
+
     @rule()
     def forget_drafted(self) -> None:
         self.pool.forget_drafted()

@@ -239,6 +239,24 @@ def test_what_was_forgotten_is_not_found_again_because_a_request_is_swapped(swap
     assert match(swapping, 13)[1] == 0
 
 
+def test_a_prefix_that_is_forgotten_stays_with_those_that_hold_it_and_is_found_nowhere(swapping: KVCache, ops: Mock) -> None:
+    kv = swapping
+    evict(kv, compute(kv, 13))  # into the swap space
+    first = make_request([*range(13), 50])
+    kv.match_prefix(first)  # now it is on both sides
+    sharing, other = make_request([*range(12), 60]), compute(kv, 9, first_token=100)
+    kv.match_prefix(sharing)
+    kv.forget_prefix(first)
+    kv.free(first)
+    assert match(kv, 13) == ([], 0, 0) and len(sharing.block_ids) == 3
+    found = make_request(range(100, 109))
+    kv.match_prefix(found)
+    assert found.block_ids == other.block_ids, "those of other tokens are still found"
+    assert kv.swap_out(sharing)
+    assert match(kv, 13) == ([], 0, 0)
+    kv.check((sharing, other, found))
+
+
 def evict(kv: KVCache, request: Request) -> None:
     """Release a request's blocks, and all blocks to somebody else."""
     kv.free(request)

@@ -150,13 +150,18 @@ class BlockPool:
         if self._block_of.setdefault(block_hash, block_id) == block_id:
             self._hash_of[block_id] = block_hash
 
+    def forget(self, block_hashes: Iterable[bytes]) -> None:
+        """Forget hashes, so that their blocks are not found any more; those that are free become blank."""
+        for block_hash in block_hashes:
+            if (block_id := self._block_of.pop(block_hash, None)) is not None:
+                del self._hash_of[block_id]
+                if block_id in self._cached:
+                    del self._cached[block_id]
+                    self._make_blank(block_id)
+
     def forget_cached(self) -> None:
-        """Forget all hashes, so that no block is found any more."""
-        self._block_of.clear()
-        self._hash_of.clear()
-        for block_id in self._cached:
-            self._make_blank(block_id)
-        self._cached.clear()
+        """Forget all hashes."""
+        self.forget([*self._block_of])
 
     def new_ids(self, num_blocks: int, tables: Iterable[Iterable[int]]) -> dict[int, int]:
         """Return new ids for the blocks that a pool of another size keeps, old id -> new id, so that each table becomes a run.

@@ -216,6 +216,11 @@ class KVCache:
         """Let the passes from now on wait for the blocks that come from the swap space."""
         self._ops.await_copies()
 
+    def forget_prefix(self, request: Request) -> None:
+        """Forget the hashes of a request's blocks, in the swap space as well, so that no other request will find their KV."""
+        for pool in (self.pool, self.swap_space.pool):
+            pool.forget(request.block_hashes)
+
     def forget_cached(self) -> None:
         self.pool.forget_cached()
         self.swap_space.pool.forget_cached()

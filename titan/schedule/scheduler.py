@@ -371,9 +371,11 @@ class Scheduler:
             self.service.start(request, num_prompt_tokens, metrics.first_scheduled_time)
 
     def _finish(self, request: Request) -> None:
-        """Release what a request held, and let it leave."""
+        """Release what a request held, and let it leave; of one that failed, for whatever reason, no prefix stays cached."""
         self._expiries.discard(request)
         self._count_finished(request)
+        if request.finish_reason is FinishReason.ERROR:  # by KV that is not finite, maybe
+            self.kv.forget_prefix(request)
         self.kv.free(request)
         if request.detokenizer is not None and not isinstance(request.stop_reason, str):
             with fail_if_unreadable(request):
