@@ -155,9 +155,10 @@ class World:
             if is_broken:
                 path = path[: random.randint(0, len(path))]
                 tokens = tokens[: len(path)]
+                path = path[:-1]  # the last token is the final one
             acceptance.paths.append(path)
             acceptance.token_ids.append(tokens)
-            acceptance.errors.append("broken" if is_broken else None)
+            acceptance.errors.append("broken" if is_broken and not tokens else None)
         self.kv.commit(plan, acceptance)
         before = [request.num_computed_tokens for request in plan.requests]
         changed = self.scheduler.update(plan, acceptance)
@@ -284,7 +285,7 @@ class World:
             metrics = request.metrics
             assert metrics.num_emitted_tokens == request.num_output_tokens
             extra = metrics.num_accepted_tokens + metrics.num_sequence_steps - metrics.num_emitted_tokens
-            assert extra in ((0, 1) if request.finish_reason == "stop" or request.error else (0,)), "1: no final token followed"
+            assert extra in ((0, 1) if request.finish_reason == "stop" else (0,)), "1: no final token followed"
         counters = self.counters
         assert counters.num_finished_requests == sum(request.is_finished for request in self.requests)
         for name in ("num_sequence_steps", "num_emitted_tokens", "num_preemptions"):
@@ -397,12 +398,12 @@ def test_who_is_preempted_does_not_join_in_the_same_step() -> None:
     assert plans == [[first, second], [first], [first, second]]
 
 
-def test_drafts_and_errors_after_the_end_do_not_count() -> None:
-    """A grammar, say, knows no token after the end, and the draft does not know the end."""
+def test_drafts_after_the_end_do_not_count() -> None:
+    """The draft does not know the end."""
     world = World(max_batch_size=1, num_kv_blocks=9)
     request = world.add([1], 20)
     plan = world.scheduler.schedule(2, lambda _, budgets: budgets)
-    acceptance = Acceptance(host_trees([DraftTree.chain([EOS, 5])]), [[0, 1]], [[EOS, 5]], ["broken"])
+    acceptance = Acceptance(host_trees([DraftTree.chain([EOS, 5])]), [[0, 1]], [[EOS, 5, 6]], [None])
     world.kv.commit(plan, acceptance)
     assert world.scheduler.update(plan, acceptance) == [request]
     assert (request.output_token_ids, request.finish_reason, request.error) == ([EOS], "stop", None)

@@ -193,26 +193,38 @@ class Engine:
         self._log.note(watch.last, watch.times, plan.shortage)
         return [*expired, *changed]
 
-    def _run(self, plan: StepPlan, watch: Stopwatch, *, is_part: bool = False) -> list[Request]:
+    def _run(self, plan: StepPlan, watch: Stopwatch, *, is_repeated: bool = False) -> list[Request]:
         """Run a plan, or smaller parts of it if memory runs out; a request fails only if not even one of its tokens fits.
 
         Args:
             plan: of the step, with all decisions on drafts.
             watch: of the step.
-            is_part: whether ``plan`` is such a part; estimates do not learn from parts.
+            is_repeated: whether this repeats passes of the step; estimates do not learn from that.
         """
         try:
             passed = self._pass(plan, watch)
+            if any(passed.acceptance.errors):
+                is_repeated |= self._repeat_without_drafts(plan, passed.acceptance, watch)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             reason = str(error).partition("\n")[0]
         else:
-            return self._commit(plan, passed, watch, is_part)
+            return self._commit(plan, passed, watch, is_repeated)
         if parts := plan.split():  # outside the except block, which keeps the tensors of the failed pass alive
-            return [request for part in parts for request in self._run(part, watch, is_part=True)]
+            return [request for part in parts for request in self._run(part, watch, is_repeated=True)]
         self.scheduler.fail(plan.requests[0], f"out of memory in a pass of one token: {reason}")
         return plan.requests
+
+    def _repeat_without_drafts(self, plan: StepPlan, acceptance: Acceptance, watch: Stopwatch) -> bool:
+        """Run the rows with drafts that failed again without these; return whether there were some.
+
+        The KV of a draft that overflows makes the logits of its root NaN as well: attention multiplies what it hides by 0.
+        """
+        rows = [i for i, error in enumerate(acceptance.errors) if error is not None and plan.draft_budgets[i]]
+        if rows:
+            acceptance.replace_failed(rows, self._pass(plan.without_drafts(rows), watch).acceptance)
+        return bool(rows)
 
     def _pass(self, plan: StepPlan, watch: Stopwatch) -> _Passed:
         """Draft, run the target and verify; before the commit, this can be repeated with fewer rows."""
@@ -230,7 +242,7 @@ class Engine:
         timer.finish(watch, has_results=len(batch.logits_rows) > 0)
         return _Passed(acceptance, trees.growth, report)
 
-    def _commit(self, plan: StepPlan, passed: _Passed, watch: Stopwatch, is_part: bool) -> list[Request]:
+    def _commit(self, plan: StepPlan, passed: _Passed, watch: Stopwatch, is_repeated: bool) -> list[Request]:
         acceptance, growth, report = passed
         adaptive, times = self.adaptive, watch.times
         for observe in self.observers:
@@ -243,7 +255,7 @@ class Engine:
         self.kv.commit(plan, acceptance)
         changed = self.scheduler.update(plan, acceptance)
         times.commit += watch.lap()
-        if is_part:
+        if is_repeated:
             return changed
         if adaptive is not None:
             adaptive.observe(plan, acceptance, growth, report, times)

@@ -64,8 +64,10 @@ def accept(backend: Backend, plan: StepPlan, trees: DraftTrees, batch: RaggedBat
         token_ids[i] = [drafted[first_nodes[i] + node] for node in path]
         if final_token >= 0:
             token_ids[i].append(final_token)
+        elif path:
+            path.pop()  # its last token becomes the final one, so that the next step says why none may follow
         else:
-            last_row = int(start_loc[i]) + (1 + path[-1] if path else 0)
-            errors[i] = of_processors.get(last_row) or explain_row(requests[i], logits[last_row], used[last_row])
+            root = int(start_loc[i])
+            errors[i] = of_processors.get(root) or explain_row(requests[i], logits[root], used[root])
     logprobs = emitted_logprobs(requests, start_loc, paths, token_ids, logits, backend.upload)
     return Acceptance(host_trees, paths, token_ids, errors, logprobs, prompt_entries)

@@ -118,16 +118,16 @@ def test_accepted_tokens_are_those_that_token_by_token_decoding_samples(seed: in
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad_row", ["root", "accepted", "rejected"])
-def test_logits_that_are_not_finite_end_their_request_if_they_are_needed(bad_row: str, temperature: float) -> None:
+def test_logits_that_are_not_finite_end_their_request_if_they_are_its_roots(bad_row: str, temperature: float) -> None:
     params = SamplingParams(temperature=temperature, top_k=1)
     logits = torch.zeros(3 + 1 + 3, VOCAB_SIZE)
     logits[:, 2] = 1.0
-    logits[{"root": 0, "accepted": 1, "rejected": 6}[bad_row]] = torch.nan
+    logits[{"root": 0, "accepted": 2, "rejected": 6}[bad_row]] = torch.nan
     step_trees = [DraftTree.chain([2, 2]), EMPTY_TREE, DraftTree.chain([2, 3])]
     acceptance = run_accept([request_of(params)] * 3, step_trees, [3, 1, 3], logits)
-    is_broken = bad_row != "rejected"
-    assert acceptance.errors == ["the target's logits are not finite" if is_broken else None, None, None]
-    assert acceptance.token_ids == [{"root": [], "accepted": [2]}.get(bad_row, [2, 2, 2]), [2], [2, 2]]
+    assert acceptance.errors == ["the target's logits are not finite" if bad_row == "root" else None, None, None]
+    assert acceptance.paths == [{"root": [], "accepted": [0]}.get(bad_row, [0, 1]), [], [0]]
+    assert acceptance.token_ids == [{"root": [], "accepted": [2, 2]}.get(bad_row, [2, 2, 2]), [2], [2, 2]]
 
 
 def fail(token_ids: list[int], logits: Tensor) -> Tensor:
@@ -137,14 +137,17 @@ def fail(token_ids: list[int], logits: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_processor_that_fails_behind_the_root_ends_its_request_there(temperature: float) -> None:
+def test_a_processor_that_fails_behind_the_root_ends_its_request_in_the_next_step(temperature: float) -> None:
     logits = torch.zeros(6, VOCAB_SIZE)
     logits[:, 2] = 40.0
     params = SamplingParams(temperature=temperature)
     requests = [request_of(replace(params, logits_processors=[fail])), request_of(params)]
     acceptance = run_accept(requests, [DraftTree.chain([2, 2])] * 2, [3, 3], logits)
+    assert (acceptance.errors, acceptance.paths, acceptance.token_ids) == ([None, None], [[], [0, 1]], [[2], [2, 2, 2]])
+    requests[0].token_ids.append(2)
+    acceptance = run_accept(requests, [DraftTree.chain([2, 2])] * 2, [3, 3], logits)
     assert acceptance.errors == ["logits_processors: KeyError: 'no such rule'", None]
-    assert acceptance.token_ids == [[2], [2, 2, 2]]
+    assert acceptance.token_ids == [[], [2, 2, 2]]
 
 
 def test_greedy_rows_without_options_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -71,10 +72,22 @@ class StepPlan:
         if len(self.requests) > 1:
             half = len(self.requests) // 2
             return [self._rows(0, half), self._rows(half, len(self.requests))]
-        num_tokens = self.num_tokens[0] // (2 if self.draft_budgets == [0] else 1)
-        if not num_tokens:
-            return []
-        return [replace(self, num_tokens=[num_tokens], draft_budgets=[0], num_slots=[0], worths={}, reviews=[])]
+        part = self.without_drafts([0])
+        if self.draft_budgets == [0]:
+            part.num_tokens[0] //= 2
+        return [part] if part.num_tokens[0] else []
+
+    def without_drafts(self, rows: Sequence[int]) -> StepPlan:
+        """Return a plan of some of the rows, without their drafts and reviews."""
+        return replace(
+            self,
+            requests=[self.requests[i] for i in rows],
+            num_tokens=[self.num_tokens[i] for i in rows],
+            draft_budgets=[0] * len(rows),
+            num_slots=[0] * len(rows),
+            worths={},
+            reviews=[],
+        )
 
     def _rows(self, first: int, end: int) -> StepPlan:
         columns = {name: getattr(self, name)[first:end] for name in ("requests", "num_tokens", "draft_budgets", "num_slots")}
@@ -110,9 +123,9 @@ class Acceptance:
 
     ``trees`` are the verified trees, on the host, without q (``draft_probs``); ``paths[i]`` has the
     accepted nodes from the root down; ``token_ids[i]`` their tokens and the final token, which is recovered or bonus. All are
-    empty for a row that did not reach its root. ``errors[i]`` says why the logits after the path could not be used; there is then
-    no final token, and the request fails unless the path ends it. ``logprobs[i]`` has, if the request asks for them, an
-    entry per token, and ``prompt_logprobs[i]`` the next entries of its prompt.
+    empty for a row that did not reach its root, or whose root's logits could not be used: ``errors[i]`` then says why, and the
+    request fails. Where those after accepted nodes could not be used, the token of the last one is the final token. ``logprobs[i]``
+    has, if the request asks for them, an entry per token, and ``prompt_logprobs[i]`` the next entries of its prompt.
     """
 
     trees: DraftTrees
@@ -121,3 +134,10 @@ class Acceptance:
     errors: list[str | None]
     logprobs: dict[int, list[dict[int, Logprob]]] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[dict[int, Logprob]]] = field(default_factory=dict)
+
+    def replace_failed(self, rows: Sequence[int], again: Acceptance) -> None:
+        """Replace the results of rows that failed by those of the same rows in another pass."""
+        for i, row in enumerate(rows):
+            self.token_ids[row], self.errors[row] = again.token_ids[i], again.errors[i]
+        self.logprobs.update({rows[i]: entries for i, entries in again.logprobs.items()})
+        self.prompt_logprobs.update({rows[i]: entries for i, entries in again.prompt_logprobs.items()})

@@ -294,7 +294,7 @@ class Scheduler:
                 num_tokens += num_emitted
                 proposed += own_proposed
                 accepted += own_accepted
-            if error is not None and not request.is_finished:  # after a stop it does not matter
+            if error is not None:
                 request.finish_reason, request.error = FinishReason.ERROR, error
             if request.error is None:
                 request.commit(plan.num_tokens[i] + len(path))
