@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from back_ends import ON_HOST, make_back_end
-from stepping import DEFAULTS, drain, greedy, submit
+from stepping import DEFAULTS, drain, greedy, make_engine, submit
+from tiny_models import edit_weights
 from zoo import Zoo, random_prompts
 
 from titan.core.options import EngineConfig
@@ -87,3 +90,25 @@ def test_estimates_do_not_learn_from_rows_that_ran_again(zoo: Zoo) -> None:
     drain(engine)
     assert request.output_token_ids == expected and engine.counters.num_steps == NUM_TOKENS
     assert adaptive.decide.call_count == NUM_TOKENS and adaptive.observe.call_count == 1
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_gathered_slots_that_overflow_end_those_alone_that_see_them(zoo: Zoo, tmp_path: Path, kv_cache_dtype: str) -> None:
+    """Drafts are not seen by the tokens before them; prompts come in chunks, of which the last may lie behind the overflow."""
+    good = [prompt[:14] for prompt in random_prompts(9, seed=4, max_len=30) if len(prompt) > 20]
+    expected = [zoo.greedy("gathered", prompt, NUM_TOKENS, ignore_eos=True) for prompt in good]
+    bad = max(set(range(3, 131)).difference(*good, *expected))
+    model = tmp_path / "model"
+    shutil.copytree(zoo.path("gathered"), model)
+    embedding = zoo.model("gathered").get_input_embeddings().weight.detach().clone()
+    embedding[bad] = torch.tensor([3e38, -3e38]).repeat(embedding.shape[1] // 2)
+    edit_weights(model, transformer__wte__weight=embedding)
+    drafter = Overflowing(expected[0], bad, 0, [-1, 0])
+    engine = make_engine(str(model), drafter, num_kv_blocks=40, block_size=8, prefill_chunk_size=8, kv_cache_dtype=kv_cache_dtype)
+    prompts = [good[0], [5, 7, bad, *good[1][:8]], *good[1:], [bad]]
+    requests = submit(engine, prompts, [greedy(NUM_TOKENS, ignore_eos=True)] * len(prompts))
+    drain(engine)
+    assert [requests.pop(i).error for i in (-1, 1)] == ["the target's logits are not finite"] * 2
+    assert [each.error for each in requests] == [None] * len(good)
+    if kv_cache_dtype == "auto":
+        assert [each.output_token_ids for each in requests] == expected

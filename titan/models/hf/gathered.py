@@ -5,13 +5,11 @@ Slow for many requests, but right for whatever updates a cache and takes masks o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from titan.core.arrays import Ints
 from titan.core.attention import AttentionSpec, LayerSpec, visible_slots
@@ -29,14 +27,16 @@ class GatheredAttention:
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
-    @contextmanager
-    def passing(self, inputs: PassInputs, kv: KVTensor, ops: LayerOps) -> Iterator[dict[str, Any]]:
-        """Make a pass ready; the context gives the arguments of the decoder besides tokens and positions."""
-        device = inputs.token_ids.device
+    def decode(self, decoder: nn.Module, token_ids: Tensor, inputs: PassInputs, kv: KVTensor, ops: LayerOps) -> Tensor:
+        """Run a decoder on the query tokens of a pass, and write their KV: [T, hidden_size], NaN where a token sees such KV."""
+        device = token_ids.device
         slots, mask = (torch.from_numpy(each).to(device) for each in gather(inputs.attention))
         bias = torch.zeros(mask.shape, dtype=self._dtype, device=device).masked_fill_(~mask, torch.finfo(self._dtype).min)
         cache = PagedCache(ops, kv, inputs.slot_mapping, slots)
-        yield {"attention_mask": bias[None, None], "past_key_values": cache, "use_cache": True}
+        arguments = {"attention_mask": bias[None, None], "past_key_values": cache, "use_cache": True}
+        output = decoder(input_ids=token_ids[None], position_ids=inputs.positions[None], **arguments)
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden.masked_fill((mask & ~cache.are_finite).any(1, keepdim=True), torch.nan)
 
 
 class Gathered(NamedTuple):
@@ -61,6 +61,9 @@ def gather(layout: AttentionLayout) -> Gathered:
 class PagedCache:
     """Stands in for a transformers cache: it writes what is new to the paged one, and returns what all requests may look at.
 
+    Numbers that are not finite are returned as zeros, since a mask that is added to scores hides no NaN. `are_finite` says which
+    slots had none of these in any layer, bool [N].
+
     Args:
         ops: that write.
         kv: of the model.
@@ -75,6 +78,7 @@ class PagedCache:
         self._kv = kv
         self._new_slots = new_slots
         self._places = slots // kv.block_size, slots % kv.block_size  # the same for all layers
+        self.are_finite = torch.ones_like(slots, dtype=torch.bool)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - the signature of transformers
         """Return 0: the mask and the positions are given."""
@@ -90,6 +94,8 @@ class PagedCache:
         else:
             rows = kv_layer[:, :, *self._places]
         rows = rows.to(key.dtype)  # the queries', whatever the cache has
+        self.are_finite &= rows.abs().amax((0, 1, 3)).isfinite()
+        rows.nan_to_num_(0.0, 0.0, 0.0)
         return rows[0][None], rows[1][None]
 
 

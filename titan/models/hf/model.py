@@ -57,9 +57,7 @@ class TransformersModel:
     def hidden_states(self, inputs: PassInputs, kv: KVTensor) -> Tensor:
         """Run the decoder on the query tokens of a pass, and write their KV: [L, hidden_size]."""
         token_ids = inputs.token_ids if self._order is None else self._order[inputs.token_ids]
-        with self._attending.passing(inputs, kv, self.ops) as arguments:
-            output = self._decoder(input_ids=token_ids[None], position_ids=inputs.positions[None], **arguments)
-        hidden: Tensor = output.last_hidden_state[0]
+        hidden = self._attending.decode(self._decoder, token_ids, inputs, kv, self.ops)
         return hidden if inputs.logits_rows is None else hidden.index_select(0, inputs.logits_rows)
 
     def logits(self, hidden: Tensor) -> Tensor:

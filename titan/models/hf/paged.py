@@ -83,12 +83,13 @@ class PagedAttention:
         finally:
             self._run = None
 
-    @contextmanager
-    def passing(self, inputs: PassInputs, kv: KVTensor, ops: LayerOps) -> Iterator[dict[str, Any]]:
-        """Make a pass ready; the context gives the arguments of the decoder besides tokens and positions."""
+    def decode(self, decoder: nn.Module, token_ids: Tensor, inputs: PassInputs, kv: KVTensor, ops: LayerOps) -> Tensor:
+        """Run a decoder on the query tokens of a pass, and write their KV: [T, hidden_size]."""
         cache = {"past_key_values": Positions(inputs.positions)} if self._counts_positions else {}
         with self.running(Pass(ops, kv, inputs.slot_mapping, ops.plan_attention(inputs.attention))):
-            yield {"use_cache": False, **cache}
+            output = decoder(input_ids=token_ids[None], position_ids=inputs.positions[None], use_cache=False, **cache)
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
 
 
 @dataclass(slots=True, eq=False)
