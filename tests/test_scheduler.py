@@ -458,9 +458,9 @@ def test_what_is_computed_of_one_that_waits_is_looked_up_once_in_a_step() -> Non
     for token in (1, 2):
         world.add([token] * (5 * BLOCK_SIZE), 5, ignore_eos=True)
     world.step(0, Random(0))
-    world.kv.found_blocks = Mock(wraps=world.kv.found_blocks)  # type: ignore[method-assign]
+    world.kv.prefixes.found_blocks = Mock(wraps=world.kv.prefixes.found_blocks)  # type: ignore[method-assign]
     plan = world.step(0, Random(0))
-    assert (len(plan.requests), plan.shortage) == (1, "blocks") and world.kv.found_blocks.call_count == 1
+    assert (len(plan.requests), plan.shortage) == (1, "blocks") and world.kv.prefixes.found_blocks.call_count == 1
 
 
 def test_siblings_that_need_no_tokens_do_not_hold_up_the_queue() -> None:

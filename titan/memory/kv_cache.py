@@ -7,7 +7,7 @@ path that is not the first nodes of its tree. It is copied to and from the swap 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -39,7 +39,7 @@ class KVCache:
         self.swap_space = SwapSpace(enable_prefix_caching, ops)
         self.pool = BlockPool(num_blocks, enable_prefix_caching)
         self.block_size = block_size
-        self._prefixes = PrefixFinder(self.pool, self.swap_space, block_size)
+        self.prefixes = PrefixFinder(self.pool, self.swap_space, block_size)
         self._new_blocks: set[int] = set()  # reserved blocks that were neither cleared nor copied to since
         self.tensors: Mapping[Role, KVTensor] = {}  # the attached caches, which have as many blocks as the pool
 
@@ -59,15 +59,11 @@ class KVCache:
         Cached blocks that it would share count if they are free. Blocks that a sibling is computing do not: they will be shared.
         """
         num_held = len(request.block_ids)
-        if not num_held and self.awaits_sibling(request):
-            num_held = self._prefixes.num_common_tokens(request) // self.block_size
+        if not num_held and self.prefixes.awaits_sibling(request):
+            num_held = self.prefixes.num_common_tokens(request) // self.block_size
         elif not num_held:
-            num_held = sum(map(bool, map(self.pool.num_references, self.found_blocks(request))))
+            num_held = sum(map(bool, map(self.pool.num_references, self.prefixes.found_blocks(request))))
         return max(self._num_blocks_of(num_slots) - num_held, 0)
-
-    def found_blocks(self, request: Request) -> Collection[int]:
-        """Return the blocks of the pool that hold KV of a request without blocks, so that it can share them."""
-        return self._prefixes.found_blocks(request)
 
     def admit(self, request: Request) -> None:
         """Give a request without blocks the KV that is already computed: its own in the swap space, or that of a prefix."""
@@ -89,7 +85,7 @@ class KVCache:
         is never part of them, so that there is always something to compute. Sets the block table and its hashes, and the counters
         of both caches.
         """
-        prefix, space = self._prefixes.find(request), self.swap_space
+        prefix, space = self.prefixes.find(request), self.swap_space
         swapped = list(prefix.swapped.values())
         space.pool.acquire(swapped)  # else they might be evicted meanwhile
         try:
@@ -101,10 +97,6 @@ class KVCache:
         request.mark_cached(len(prefix.block_hashes), prefix.num_drafted_blocks)
         request.commit(len(request.block_ids) * self.block_size)
         request.cover_draft(prefix.num_drafted_blocks * self.block_size)
-
-    def awaits_sibling(self, request: Request) -> bool:
-        """Whether a sibling is computing the prompt, which a request without KV then need not compute."""
-        return self._prefixes.awaits_sibling(request)
 
     def reserve(self, request: Request, num_slots: int) -> bool:
         """Extend the block table to cover ``num_slots`` slots, committed tokens and lookahead slots together.
@@ -180,7 +172,7 @@ class KVCache:
         if is_known or not self.pool.enable_caching:
             return
         new = request.block_ids[request.num_cached_blocks : num_full_blocks]
-        for block_id, block_hash in zip(new, self._prefixes.block_hashes(request, request.num_cached_blocks), strict=False):
+        for block_id, block_hash in zip(new, self.prefixes.block_hashes(request, request.num_cached_blocks), strict=False):
             self.pool.register(block_id, block_hash)
         for block_id in request.block_ids[request.num_draft_marked_blocks : num_drafted_blocks]:
             self.pool.is_drafted[block_id] = 1
@@ -333,7 +325,7 @@ class KVCache:
 
     def _swap_in(self, request: Request) -> None:
         """Move a request's KV back from the swap space; passes may use it after `await_copies`."""
-        found, sources = self._prefixes.find_swapped(request), dict(enumerate(request.swapped_block_ids))
+        found, sources = self.prefixes.find_swapped(request), dict(enumerate(request.swapped_block_ids))
         request.extend_blocks(self._take(found, request.block_hashes, sources))
         self.swap_space.pool.release(request.leave_swap())
 
@@ -348,9 +340,9 @@ class KVCache:
 
         The sibling goes on writing to its block, which therefore cannot be shared.
         """
-        num_tokens = self._prefixes.num_common_tokens(request)
+        num_tokens = self.prefixes.num_common_tokens(request)
         num_full_blocks, num_slots = divmod(num_tokens, self.block_size)
-        sibling = self._prefixes.leading_sibling(request)
+        sibling = self.prefixes.leading_sibling(request)
         is_wanted = num_slots and len(request.block_ids) == num_full_blocks and not request.prompt_logits(num_tokens)
         if not (is_wanted and sibling.num_computed_tokens >= num_tokens and self.pool.num_free):
             return
