@@ -27,9 +27,10 @@ class RequestTerms:
     Args:
         request_id: of its `RequestOutput`; `LLM.abort` ends it by this. No request in flight may have the same, and it must be no
             number, as the ids of requests are that are given none (``None``).
-        priority: class of the request, "critical", "normal" or "batch"; the policy "priority" reads it.
-        deadline_s: seconds after its arrival by which the request should be finished; the policy "priority" reads it, and a
-            request goes on after its deadline. ``None`` = after all that have one.
+        priority: class of the request, "critical", "normal" or "batch"; the policy "priority" reads it, and "fcfs" and "fair"
+            refuse another than "normal".
+        deadline_s: seconds after its arrival by which the request should be finished; the policy "priority" reads it, "fcfs" and
+            "fair" refuse it, and a request goes on after its deadline. ``None`` = after all that have one.
         timeout_s: seconds after its arrival at which the request is aborted if it has not finished, with the output that it has;
             ``None`` = never.
         user: whose request it is, for the policy "fair"; ``None`` = of one user who has no name.
