@@ -39,6 +39,7 @@ from titan.models.decoder import Decoder
 from titan.models.files import ModelFiles
 from titan.models.loader import load_model, open_model
 from titan.schedule.policies.fair import FairPolicy
+from titan.schedule.policies.fcfs import FcfsPolicy
 from titan.schedule.policies.priority import PriorityPolicy
 
 MAX_PROMPT_LEN, MAX_TOKENS = 44, 24
@@ -366,7 +367,7 @@ def _models(zoo: Zoo) -> None:
 
 
 class Fcfs(EngineMachine):
-    make_policy = partial(str, "fcfs")
+    make_policy = FcfsPolicy  # which by its name refuses classes and deadlines
 
 
 class Priority(EngineMachine):
