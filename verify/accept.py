@@ -35,32 +35,29 @@ def accept(backend: Backend, plan: StepPlan, trees: DraftTrees, batch: RaggedBat
         prompt_entries = prompt_logprobs(plan, logits, batch.prompt_logits, backend.upload)
         [others] = backend.upload([np.delete(np.arange(len(logits)), batch.prompt_logits)])
         logits = logits.index_select(0, others)
-    counts = start_loc[1:] - start_loc[:-1]
-    rows = np.flatnonzero(counts)
+    reached = plan.emitting_rows()
     paths: list[list[int]] = [[] for _ in requests]
     token_ids: list[list[int]] = [[] for _ in requests]
     errors: list[str | None] = [None] * num_requests
-    if not len(rows):  # a step of prefill chunks
+    if not reached:  # a step of prefill chunks
         return Acceptance(DraftTrees.empty(num_requests), paths, token_ids, errors, prompt_logprobs=prompt_entries)
     host_trees: DraftTrees | None = None
     used = logits  # after transforms
     of_processors = dict[int, str]()  # errors by row of the logits
-    reached = rows.tolist()
     looking = [i for i in reached if looks_at_prefix(requests[i])]
     if looking:
-        host_trees = trees.on_host(backend.download(trees.nodes)) if counts[looking].max() > 1 else None
+        host_trees = trees.on_host(backend.download(trees.nodes)) if trees.counts[looking].any() else None
         used, of_processors = transform_rows(logits, requests, host_trees, start_loc, backend.upload)
     sampling = SamplingRows.of([(requests[i].params, requests[i].seed, requests[i].num_tokens) for i in reached])
-    verified = backend.trees.verify(used, trees, rows, sampling)
+    verified = backend.trees.verify(used, trees, np.array(reached), sampling)
 
     if host_trees is None and not trees.num_nodes:
         host_trees = DraftTrees.empty(num_requests)
     fetched = backend.download([*verified, *(trees.nodes if host_trees is None else ())])
     host_trees = host_trees or trees.on_host(fetched[2:])
     drafted, first_nodes = host_trees.nodes.token_ids.tolist(), host_trees.start_loc.tolist()
-    lengths = (fetched[0] >= 0).sum(1).tolist()
-    for i, nodes, length, final_token in zip(reached, fetched[0].tolist(), lengths, fetched[1].tolist(), strict=True):
-        path = paths[i] = nodes[:length]
+    for i, nodes, final_token in zip(reached, fetched[0].tolist(), fetched[1].tolist(), strict=True):
+        path = paths[i] = [node for node in nodes if node >= 0]
         token_ids[i] = [drafted[first_nodes[i] + node] for node in path]
         if final_token >= 0:
             token_ids[i].append(final_token)

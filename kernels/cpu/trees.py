@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ class CompiledTrees(TorchTrees):
         self._verify = {dtype: kernels.function("verify_trees", dtype, POINTER, INT, POINTER) for dtype in COMPILED_DTYPES}
 
     def verify(self, logits: Tensor, trees: DraftTrees, rows: Ints, sampling: SamplingRows) -> Verified:
+        if sampling.is_greedy and not trees.num_nodes:  # a tenth of the time; with cold caches, what is left of it is 200 us
+            return Verified(_no_paths(len(rows)), self._sampling.argmax(logits))
         holds_probs = bool(sampling.is_cut(logits.shape[1]).any())
         if holds_probs:
             values = self._sampling.probs(logits, sampling.repeat(trees.counts[rows] + 1))
@@ -49,3 +52,8 @@ class CompiledTrees(TorchTrees):
         )
         self._verify[values.dtype](values.data_ptr(), values.shape[1], ctypes.addressof(struct))
         return Verified(paths, final_tokens)
+
+
+@lru_cache(maxsize=1024)
+def _no_paths(num_trees: int) -> Tensor:
+    return torch.full((num_trees, 1), -1, dtype=torch.int32)

@@ -75,7 +75,8 @@ def run_accept(
 ) -> Acceptance:
     """Of requests with so many rows of logits each."""
     counts = [tree.num_nodes for tree in step_trees]
-    plan = StepPlan(list(requests), [1] * len(requests), counts, counts)
+    num_tokens = [each.num_uncomputed_tokens - (not number) for each, number in zip(requests, num_logits, strict=True)]
+    plan = StepPlan(list(requests), num_tokens, counts, counts)
     batch: Any = SimpleNamespace(logits_start_loc=np.cumsum([0, *num_logits]), prompt_logits=None)
     return accept(BACKEND, plan, host_trees(step_trees), batch, logits)
 

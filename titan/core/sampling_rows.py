@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -37,9 +38,14 @@ class SamplingRows:
         """Build the rows from the parameters, seed and position of each; if all are greedy, nothing else is said of them."""
         rows = list(rows)
         if not any(params.temperature for params, _, _ in rows):
-            return cls(np.zeros(len(rows), OPTIONS))
+            return cls._greedy(len(rows))
         options = [(each.temperature, each.top_p, each.min_p, each.top_k, seed, position) for each, seed, position in rows]
         return cls(np.array(options, OPTIONS))
+
+    @classmethod
+    @lru_cache(maxsize=1024)
+    def _greedy(cls, num_rows: int) -> SamplingRows:
+        return cls(np.zeros(num_rows, OPTIONS))
 
     def take(self, index: Ints) -> SamplingRows:
         return SamplingRows(self.options[index])
