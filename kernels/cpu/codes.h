@@ -68,36 +68,6 @@ struct Codes {
   const uint8_t* start;
 };
 
-// Where in a unit the code of an output's weight is: as vectors are interleaved, 8 bytes of one and 8 of another at a time.
-struct CodePlace {
-  CodePlace(int64_t input, int64_t output)
-      : byte(output / 4 * 16 + input / 2 % 2 * 8 + output % 4 * 2 + input % 2), is_second(input / 4 % 2), shift(is_second ? 4 : 0) {}
-  int64_t byte;   // of a part: that of the upper bytes' numbers, and that of the lower bytes
-  bool is_second; // of the two halves of a unit
-  int shift;      // of the number in its byte
-};
-
-// Copy the weights of an output to `result`, [num_inputs].
-template <typename Coded, typename T>
-void unpack_codes(const Weight& weight, int64_t row, T* result) {
-  const Coded codes(weight.data, row / kBlock, depth_of(weight));
-  const uint8_t* unit = codes.units();
-  for (int64_t first = 0; first < weight.num_inputs; first += kUnitInputs, unit += codes.kUnitBytes) {
-    T numbers[kUnitInputs];
-#pragma GCC unroll 8
-    for (int i = 0; i < kUnitInputs; ++i) {
-      const CodePlace place(i, row % kBlock);
-      const uint8_t* low = unit + kPartBytes + place.byte;
-      const int high = codes.header().palette[unit[place.byte] >> place.shift & 15];
-      const int lower = codes.kIsShort ? (*low >> place.shift & 15) << 4 : low[place.is_second * kPartBytes];
-      narrow(widen(BFloat16{static_cast<uint16_t>(high << 8 | lower)}), &numbers[i]);
-    }
-    std::copy_n(numbers, std::min<int64_t>(kUnitInputs, weight.num_inputs - first), result + first);
-  }
-  for (const RareWeight& rare : codes.rare())
-    if (rare.output == row % kBlock) narrow(widen(rare.value), &result[rare.input]);
-}
-
 #ifdef TITAN_HAS_CODES
 
 // Decode the weights of half a unit, two pairs of inputs, for the outputs of one vector of the block; rare ones are 0.0. The block's
@@ -147,6 +117,19 @@ inline void decode_units(const Coded& codes, int64_t begin, int64_t end, BFloat1
       store(pairs[1], result + (input - begin + 4 * half + 2) * kBlock + vector * kLanes * 2);
     }
   }
+}
+
+// Copy the weights of an output to `result`, [num_inputs].
+template <typename Coded, typename T>
+void unpack_codes(const Weight& weight, int64_t row, T* result) {
+  const Coded codes(weight.data, row / kBlock, depth_of(weight));
+  for (int64_t input = 0; input < weight.num_inputs; input += kUnitInputs) {
+    BFloat16 pairs[kUnitInputs * kBlock];
+    decode_units(codes, input, input + kUnitInputs, pairs);
+    unpack_pairs(pairs, row % kBlock, std::min<int64_t>(kUnitInputs, weight.num_inputs - input), result + input);
+  }
+  for (const RareWeight& rare : codes.rare())
+    if (rare.output == row % kBlock) narrow(widen(rare.value), &result[rare.input]);
 }
 
 // As `multiply_blocks`, by blocks of a weight in codes, the first at `start`; rare weights are 0.0. They may be kept as they are decoded,
@@ -248,15 +231,17 @@ void make_codes(Team* team, const uint16_t* rows, int64_t num_rows, int64_t dept
       for (int64_t output = 0; output < kBlock; ++output)
         for (int64_t input = first; input < first + kUnitInputs; ++input) {
           const uint16_t bits = weights[output * depth + input];
-          const CodePlace place(input, output);
+          const bool is_second = input / 4 % 2; // of the two halves of a unit
+          const int shift = is_second ? 4 : 0;
+          // as vectors are interleaved, 8 bytes of one and 8 of another at a time
+          uint8_t* place = unit + output / 4 * 16 + input / 2 % 2 * 8 + output % 4 * 2 + input % 2;
           const uint8_t number = numbers[bits >> 8];
           if (number == kPalette) {
             *rare++ = {static_cast<int32_t>(input), static_cast<uint16_t>(output), {bits}};
             continue; // 0.0
           }
-          unit[place.byte] |= number << place.shift;
-          uint8_t& low = unit[kPartBytes + place.byte + (Coded::kIsShort ? 0 : place.is_second * kPartBytes)];
-          low |= Coded::kIsShort ? (bits >> 4 & 15) << place.shift : bits & 255;
+          *place |= number << shift;
+          place[Coded::kIsShort ? kPartBytes : (1 + is_second) * kPartBytes] |= Coded::kIsShort ? (bits >> 4 & 15) << shift : bits & 255;
         }
     }
   });

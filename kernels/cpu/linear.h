@@ -114,12 +114,13 @@ void run_linear(Team* team, const Weight& weight, const T* x, int64_t num_rows, 
 // Copy the weights of an output to `result`, [num_inputs].
 template <typename T>
 void unpack_row(const Weight& weight, int64_t row, T* result) {
+#ifdef TITAN_HAS_CODES
   if (weight.format == kCodes) return unpack_codes<Codes<12>>(weight, row, result);
   if (weight.format == kShortCodes) return unpack_codes<Codes<8>>(weight, row, result);
+#endif
   const int64_t size = weight.num_inputs, first = row / kBlock * kBlock * depth_of(weight), lane = row % kBlock;
   if (weight.format == kPairs) {
-    const BFloat16* pairs = static_cast<const BFloat16*>(weight.data) + first + 2 * lane;
-    for (int64_t d = 0; d < size; ++d) narrow(widen(pairs[d / 2 * 2 * kBlock + d % 2]), &result[d]);
+    unpack_pairs(static_cast<const BFloat16*>(weight.data) + first, lane, size, result);
   } else {
     const auto copy = [&](const auto* numbers) {
       for (int64_t d = 0; d < size; ++d) narrow(load_lanes(numbers + first + d * kBlock + lane / kLanes * kLanes)[lane % kLanes], &result[d]);

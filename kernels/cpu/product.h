@@ -102,6 +102,12 @@ inline Integers add_pairs(Integers sum, Words a, Words b) {
 #endif
 }
 
+// Copy the weights of one of a block's outputs from pairs [num_inputs / 2, kBlock, 2].
+template <typename T>
+inline void unpack_pairs(const BFloat16* pairs, int64_t output, int64_t num_inputs, T* result) {
+  for (int64_t i = 0; i < num_inputs; ++i) narrow(widen(pairs[(i / 2 * kBlock + output) * 2 + i % 2]), &result[i]);
+}
+
 // How many numbers of type X sum to one of type T: bfloat16 holds 8 of a float32's 24 significant bits.
 template <typename X, typename T>
 constexpr int kTerms = std::is_same_v<X, BFloat16> && std::is_same_v<T, float> ? 3 : 1;
