@@ -195,15 +195,12 @@ void forward(const Decoder& decoder, const AttentionPlan& plan, const int64_t* t
   }
   static thread_local WorkingMemory memory;
   const Lease lease{memory};
-  const int64_t per_token = size + qkv_size + q_size, per_row = widest + widest / 2, per_kept = 2 * size + q_size;
-  Line* room = memory.lines(num_room + num_lines<T>(num_tokens * per_token + most_rows * (size + per_row) + num_kept * per_kept));
+  const int64_t per_token = size + qkv_size + q_size, per_row = size + widest + widest / 2;
+  Line* room = memory.lines(num_room + num_lines<T>(num_tokens * per_token + most_rows * per_row));
   T* stream = reinterpret_cast<T*>(room + num_room); // the residual stream
   T* qkv = stream + num_tokens * size;
   T* attended = qkv + num_tokens * qkv_size;
-  T* kept_stream = attended + num_tokens * q_size; // of the rows that need logits
-  T* kept_attended = kept_stream + num_kept * size;
-  T* last_normed = kept_attended + num_kept * q_size;
-  T* normed = last_normed + num_kept * size; // of some rows, as what follows
+  T* normed = attended + num_tokens * q_size; // of some rows, as what follows
   T* gate_up = normed + most_rows * size;
   T* gated = gate_up + most_rows * widest;
   Team& team = *decoder.team;
@@ -228,7 +225,6 @@ void forward(const Decoder& decoder, const AttentionPlan& plan, const int64_t* t
         for (int64_t i = 0; i < size; ++i) narrow(widen(sum[i]) + widen(added[i]), &sum[i]);
       });
     };
-    T *stream_rows = stream, *attended_rows = attended;
     int64_t num_rows = num_tokens;
     member.share(num_tokens, size, [&](int64_t i) { look_up(decoder, token_ids[i], stream + i * size); });
     for (int64_t i = 0; i < decoder.num_layers; ++i) {
@@ -240,21 +236,23 @@ void forward(const Decoder& decoder, const AttentionPlan& plan, const int64_t* t
       });
       tree_attention(member, plan, layer.attention, items, qkv, qkv_size, layer.kv, attended);
       if (i + 1 == decoder.num_layers && num_kept < num_tokens) { // the other rows have written their KV: they are done
-        member.share(num_kept, size + q_size, [&](int64_t row) {
-          std::memcpy(kept_stream + row * size, stream + kept[row] * size, size * sizeof(T));
-          std::memcpy(kept_attended + row * q_size, attended + kept[row] * q_size, q_size * sizeof(T));
+        member.share(1, num_kept * (size + q_size), [&](int64_t) {
+          for (int64_t row = 0; row < num_kept; ++row) {
+            std::memmove(stream + row * size, stream + kept[row] * size, size * sizeof(T));
+            std::memmove(attended + row * q_size, attended + kept[row] * q_size, q_size * sizeof(T));
+          }
         });
-        stream_rows = kept_stream, attended_rows = kept_attended, num_rows = num_kept;
+        num_rows = num_kept;
       }
       for_parts(num_rows, kPartRows, [&](int64_t first, int64_t count) {
-        T* x = stream_rows + first * size;
-        add(layer.output, attended_rows + first * q_size, layer.output_norm, x, count);
+        T* x = stream + first * size;
+        add(layer.output, attended + first * q_size, layer.output_norm, x, count);
         linear<T>(member, layer.gate_up, norm(x, layer.gate_up_norm, normed, count), count, nullptr, gate_up, room);
         (decoder.has_gelu ? gate<gelu, T> : gate<silu, T>)(member, gate_up, gated, count, layer.down.num_inputs);
         add(layer.down, gated, layer.down_norm, x, count);
       });
     }
-    linear<T>(member, decoder.head, norm(stream_rows, decoder.final_norm, last_normed, num_rows), num_rows, nullptr, logits, room);
+    linear<T>(member, decoder.head, norm(stream, decoder.final_norm, stream, num_rows), num_rows, nullptr, logits, room);
   });
 }
 
