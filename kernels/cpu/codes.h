@@ -135,8 +135,7 @@ void unpack_codes(const Weight& weight, int64_t row, T* result) {
 // As `multiply_blocks`, by blocks of a weight in codes, the first at `start`; rare weights are 0.0. They may be kept as they are decoded,
 // as pairs [B, depth / 2, kBlock, 2].
 template <int M, int B, typename Coded, bool IsKept, typename X>
-[[gnu::noinline]] void multiply_units(const X* x, int64_t stride, const uint8_t* start, int64_t depth, BFloat16* kept,
-                                      Lanes (&results)[B * kParts][M]) {
+[[gnu::noinline]] void multiply_units(const X* x, const uint8_t* start, int64_t depth, BFloat16* kept, Lanes (&results)[B * kParts][M]) {
   constexpr int kUnitBytes = Coded::kUnitBytes;
   // Vectors that are decoded together, as many as there are registers for, so that a number of x is loaded once for them.
   constexpr int kSets = kLanes == 16 ? 1 : B, kVectors = B * kParts / kSets;
@@ -173,7 +172,7 @@ template <int M, int B, typename Coded, bool IsKept, typename X>
       }
       if constexpr (kGoesToMemory) asm volatile("" : : "r"(pairs) : "memory");
 #pragma GCC unroll 2
-      for (int pair = 0; pair < 2; ++pair) add_products<M, kVectors>(x + input + 4 * half + 2 * pair, stride, pairs[pair], sums[set]);
+      for (int pair = 0; pair < 2; ++pair) add_products<M, kVectors>(x + input + 4 * half + 2 * pair, depth, pairs[pair], sums[set]);
     }
     for (int block = 0; block < B; ++block) unit[block] += kUnitBytes;
   }
@@ -185,15 +184,15 @@ template <int M, int B, typename Coded, bool IsKept, typename X>
 
 // Multiply x [M, depth] by B blocks of a weight, which are kept, or were kept by rows before these, unless `kept` is null.
 template <int M, int B, typename Coded, typename X>
-void multiply_codes(const X* x, const Weight& weight, int64_t block, BFloat16* kept, bool are_kept, int64_t depth,
-                    Lanes (&sums)[B * kParts][M]) {
+void multiply_codes(const X* x, const Weight& weight, int64_t block, BFloat16* kept, bool are_kept, Lanes (&sums)[B * kParts][M]) {
+  const int64_t depth = depth_of(weight);
   const uint8_t* start = Coded(weight.data, block, depth).start;
-  if (are_kept)
-    multiply_blocks<M, B, true>(x, depth, static_cast<const BFloat16*>(kept), depth, sums);
+  if (kept && are_kept)
+    multiply_blocks<M, B, true>(x, static_cast<const BFloat16*>(kept), depth, sums);
   else if (M >= kLeastKept && kept)
-    multiply_units<M, B, Coded, (M >= kLeastKept)>(x, depth, start, depth, kept, sums);
+    multiply_units<M, B, Coded, (M >= kLeastKept)>(x, start, depth, kept, sums);
   else
-    multiply_units<M, B, Coded, false>(x, depth, start, depth, nullptr, sums);
+    multiply_units<M, B, Coded, false>(x, start, depth, nullptr, sums);
   for (int b = 0; b < B; ++b)
     for (const RareWeight& rare : Coded(weight.data, block + b, depth).rare())
       for (int row = 0; row < M; ++row)

@@ -249,7 +249,7 @@ private:
       float* probs = growing_.probs + (growth.first_probs + 1 + candidate(node).slot) * growing_.target_vocab_size;
       softmax_row(logits, growth.temperature, probs, vocab_size_);
       std::fill(probs + vocab_size_, probs + growing_.target_vocab_size, 0.0f);
-      draw_siblings(probs, growth.seed, growth.root + 1 + depth, kDraft, count, tokens, growing_.target_vocab_size);
+      draw_siblings(probs, growth.seed, growth.root + 1 + depth, count, tokens, growing_.target_vocab_size);
     } else if (growth.parents && count == 1) {
       *tokens = std::max<int64_t>(argmax_row(logits, vocab_size_), 0);
     } else if (growth.parents) {

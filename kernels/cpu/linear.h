@@ -24,19 +24,6 @@ template <typename T>
   }
 }
 
-// Multiply M rows with B blocks of the weight.
-template <typename Packed, int M, int B, typename T, typename X>
-void multiply_strip(const Weight& weight, const X* x, int64_t block, BFloat16* kept, bool are_kept, const T* residual,
-                    T* output) {
-  const int64_t depth = depth_of(weight);
-  Lanes sums[B * kParts][M];
-  if constexpr (kIsCoded<Packed>)
-    multiply_codes<M, B, Packed>(x, weight, block, kept, are_kept, depth, sums);
-  else
-    multiply_blocks<M, B>(x, depth, static_cast<const Packed*>(weight.data) + block * kBlock * depth, depth, sums);
-  write_strip(sums[0], B * kParts, M, weight, block * kBlock, residual, output);
-}
-
 // Number of rows that are multiplied together: groups are of nearly equal size, unless a row alone behind full ones takes more blocks.
 constexpr int64_t group_rows_of(int64_t num_rows) {
   const int64_t num_groups = (num_rows + kMostRows - 1) / kMostRows, last_rows = num_rows - (num_groups - 1) * kMostRows;
@@ -56,11 +43,16 @@ void multiply_by_vectors(Member& member, const Weight& weight, const X* x, int64
     BFloat16* kept = keeps ? memory.room_for<BFloat16>(size) : nullptr;
     for (int64_t first = 0; first < num_rows; first += group_rows) {
       const int64_t place = first * weight.num_outputs;
+      const X* rows = x + first * depth;
       with_constant<kMostRows>(std::min(group_rows, num_rows - first), [&](auto m) {
         const auto multiply = [&](int64_t block, auto b) {
-          const T* added = residual ? residual + place : nullptr;
-          BFloat16* blocks = keeps ? kept + (block - begin) * kBlock * depth : nullptr;
-          multiply_strip<Packed, m, b>(weight, x + first * depth, block, blocks, keeps && first > 0, added, output + place);
+          constexpr int M = m, B = b;
+          Lanes sums[B * kParts][M];
+          if constexpr (kIsCoded<Packed>)
+            multiply_codes<M, B, Packed>(rows, weight, block, keeps ? kept + (block - begin) * kBlock * depth : nullptr, first > 0, sums);
+          else
+            multiply_blocks<M, B>(rows, static_cast<const Packed*>(weight.data) + block * kBlock * depth, depth, sums);
+          write_strip(sums[0], B * kParts, M, weight, block * kBlock, residual ? residual + place : nullptr, output + place);
         };
         int64_t block = begin;
         for (; block + most_blocks(m) <= end; block += most_blocks(m)) multiply(block, std::integral_constant<int, most_blocks(m)>{});
@@ -73,12 +65,10 @@ void multiply_by_vectors(Member& member, const Weight& weight, const X* x, int64
 // Number of lines of working memory that `linear` needs for so many rows, or fewer.
 template <typename T>
 int64_t linear_lines(const Weight& weight, int64_t num_rows) {
-  if (!is_of_pairs(weight)) return 0;
 #ifdef TITAN_HAS_AMX
-  return prepared_lines<BFloat16, T>(weight, std::min(num_rows, most_cached_rows<T>(depth_of(weight))));
-#else
-  return prepared_lines<Row<T>, T>(weight, num_rows);
+  if (weight.format >= kPairs) return prepared_lines<BFloat16, T>(weight, std::min(num_rows, most_cached_rows<T>(depth_of(weight))));
 #endif
+  return prepared_lines<Row<T>, T>(weight, num_rows);
 }
 
 // Multiply x [num_rows, num_inputs] by the weight, and add its bias and the residual stream [num_rows, num_outputs] if given.

@@ -29,11 +29,9 @@ constexpr int kPairInputs = 32; // numbers of inputs that pairs are padded to, a
 
 inline int64_t round_up(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
 
-inline bool is_of_pairs(const Weight& weight) { return weight.format >= kPairs; }
-
 // Number of inputs with their padding.
 inline int64_t depth_of(const Weight& weight) {
-  return is_of_pairs(weight) ? round_up(weight.num_inputs, kPairInputs) : weight.num_inputs;
+  return weight.format >= kPairs ? round_up(weight.num_inputs, kPairInputs) : weight.num_inputs;
 }
 
 constexpr int kParts = kBlock / kLanes; // vectors of a block
@@ -190,10 +188,10 @@ inline void add_products(const X* x, int64_t stride, const Source (&packed)[V], 
   }
 }
 
-// Multiply x [M, depth], `stride` apart, by B blocks of a weight: sums [M, B * kBlock]. Not inline, and with sums of its own that only
+// Multiply x [M, depth] by B blocks of a weight: sums [M, B * kBlock]. Not inline, and with sums of its own that only
 // unrolled loops touch, so that they stay in registers whatever is done with the results. The blocks may be in the L2 cache.
 template <int M, int B, bool AreNear = false, typename X, typename Packed>
-[[gnu::noinline]] void multiply_blocks(const X* x, int64_t stride, const Packed* blocks, int64_t depth, Lanes (&results)[B * kParts][M]) {
+[[gnu::noinline]] void multiply_blocks(const X* x, const Packed* blocks, int64_t depth, Lanes (&results)[B * kParts][M]) {
   const Packed* packed[B * kParts];
   for (int v = 0; v < B * kParts; ++v) packed[v] = blocks + v / kParts * depth * kBlock + v % kParts * kLanes * kPair<Packed>;
   constexpr int64_t kBytes = AreNear ? kNearPrefetchBytes : kPrefetchBytes;
@@ -202,7 +200,7 @@ template <int M, int B, bool AreNear = false, typename X, typename Packed>
   for (int64_t input = 0; input < depth; input += kPair<Packed>) {
     const int64_t ahead = kBytes / sizeof(Packed) + (AreNear || input < last ? 0 : (B - 1) * depth * kBlock);
     for (int block = 0; block < B; ++block) __builtin_prefetch(packed[block * kParts] + ahead, 0, AreNear ? kToL1 : kToL2);
-    add_products<M, B * kParts>(x + input, stride, packed, sums);
+    add_products<M, B * kParts>(x + input, depth, packed, sums);
     for (int v = 0; v < B * kParts; ++v) packed[v] += kBlock * kPair<Packed>;
   }
 #pragma GCC unroll 16

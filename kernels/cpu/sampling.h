@@ -137,12 +137,11 @@ int64_t draw_row(const float* probs, double uniform, int64_t size) {
 }
 
 // Sample a token per child without replacement; -1 where no token is left.
-void draw_siblings(const float* probs, uint64_t seed, int64_t position, int64_t purpose, int64_t num_children, int64_t* tokens,
-                   int64_t size) {
+void draw_siblings(const float* probs, uint64_t seed, int64_t position, int64_t num_children, int64_t* tokens, int64_t size) {
   std::unique_ptr<float[]> left; // the probabilities without the tokens sampled before, once there are any
   for (int64_t rank = 0; rank < num_children; ++rank) {
     const float* row = left ? left.get() : probs;
-    const int64_t token = draw_row(row, uniform_number(seed, position, purpose | rank << 8), size);
+    const int64_t token = draw_row(row, uniform_number(seed, position, kDraft | rank << 8), size);
     tokens[rank] = row[token] > 0 ? token : -1;
     if (rank + 1 == num_children) return;
     if (!left) {
@@ -260,8 +259,8 @@ void verify_trees(Team* team, const T* values, int64_t size, const VerifiedTrees
 inline void sample_children(Team* team, const Options* options, const float* probs, const int64_t* num_children, const int64_t* places,
                           int64_t* tokens, int64_t num_rows, int64_t size, int64_t max_children) {
   share(team, num_rows, size, [&](int64_t row) {
-    draw_siblings(probs + row * size, options[row].seed, options[row].position, kDraft, num_children[row],
-                  tokens + places[row] * max_children, size);
+    int64_t* children = tokens + places[row] * max_children;
+    draw_siblings(probs + row * size, options[row].seed, options[row].position, num_children[row], children, size);
   });
 }
 
