@@ -43,30 +43,20 @@ struct Decoder {
 
 constexpr int64_t kPartRows = 512; // of a pass that go through a part of a layer at a time: what they leave stays in the caches
 
-template <typename T>
-float inverse_rms(const T* x, int64_t size, float eps) {
-  float sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < size; ++i) sum += widen(x[i]) * widen(x[i]);
-  return 1.0f / std::sqrt(sum / static_cast<float>(size) + eps);
-}
-
-// One element of RMSNorm; rounded before the multiplication by a weight of the same type, as in transformers.
-template <typename T, typename W>
-inline float normed(T x, float factor, W weight) {
-  if constexpr (!std::is_same_v<T, W>) return widen(x) * factor * widen(weight);
-  T rounded;
-  narrow(widen(x) * factor, &rounded);
-  return widen(rounded) * widen(weight);
-}
-
 // Apply an RMSNorm to a row; its weights, from `first` on, are of type float if they are wide.
 template <typename T>
 void norm_row(const T* x, const void* weights, int64_t first, bool are_wide, T* output, int64_t size, float eps) {
-  const float factor = inverse_rms(x, size, eps);
-  const auto norm = [&](const auto* weight) {
+  float sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < size; ++i) sum += widen(x[i]) * widen(x[i]);
+  const float factor = 1.0f / std::sqrt(sum / static_cast<float>(size) + eps);
+  const auto norm = [&]<typename W>(const W* weight) {
 #pragma omp simd
-    for (int64_t i = 0; i < size; ++i) narrow(normed(x[i], factor, weight[i]), &output[i]);
+    for (int64_t i = 0; i < size; ++i) {
+      W normed; // rounded before the multiplication by a weight of the same type, as in transformers
+      narrow(widen(x[i]) * factor, &normed);
+      narrow(widen(normed) * widen(weight[i]), &output[i]);
+    }
   };
   are_wide ? norm(static_cast<const float*>(weights) + first) : norm(static_cast<const T*>(weights) + first);
 }
