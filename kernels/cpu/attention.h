@@ -90,7 +90,7 @@ void score(const X* queries, int num_rows, const X* const* keys, int64_t any_dim
 #pragma GCC unroll 8
       for (int64_t d = 0; d < dim; d += kStep<X>) products[i] = add_product(products[i], queries + d, key + d);
     }
-    store(__builtin_convertvector(sum_lanes(products), Lanes) * row_scales[row], scores + row * kTile);
+    store(__builtin_convertvector(reduce(products, std::plus<>()), Lanes) * row_scales[row], scores + row * kTile);
   }
 }
 
@@ -111,7 +111,8 @@ inline void weigh(float (*scores)[kTile], float* largest, float* totals, float* 
         most[row] = x > most[row] ? x : most[row]; // never NaN
       }
     }
-    const Lanes new_largest = largest_lanes(most), base = new_largest == kMinusInfinity ? Lanes{} : new_largest;
+    const Lanes new_largest = reduce(most, [](Lanes a, Lanes b) { return a > b ? a : b; });
+    const Lanes base = new_largest == kMinusInfinity ? Lanes{} : new_largest;
     const Lanes change = load_lanes(largest) - base; // above 0 in lanes of other rows alone
     Line bases, factors;
     store(base, bases.lanes);
@@ -123,7 +124,7 @@ inline void weigh(float (*scores)[kTile], float* largest, float* totals, float* 
       for (int64_t j = 0; j < kTile; ++j) scores[row][j] = exponential(scores[row][j] - bases.lanes[row]);
       for (int64_t j = 0; j < kTile; j += kLanes) sums[row] += load_lanes(scores[row] + j);
     }
-    const Lanes sum = sum_lanes(sums); // NaN if a score is
+    const Lanes sum = reduce(sums, std::plus<>()); // NaN if a score is
     for (int row = 0; row < M; ++row) {
       largest[row] = new_largest[row];
       kept[row] = factors.lanes[row];

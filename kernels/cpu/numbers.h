@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <type_traits>
@@ -98,16 +99,6 @@ inline Vector reduce(Vector (&x)[M], const Combine& combine) {
   for (int i = 0; i < std::min(M, Half); ++i) x[i] = fold<Half>(x[i], x[i + Half < M ? i + Half : i], combine, LaneIndices{});
   if constexpr (Half > 1) return reduce<Half / 2>(x, combine);
   return x[0];
-}
-
-template <int M, typename Vector>
-inline Vector sum_lanes(Vector (&x)[M]) {
-  return reduce(x, [](Vector a, Vector b) { return a + b; });
-}
-
-template <int M>
-inline Lanes largest_lanes(Lanes (&x)[M]) {
-  return reduce(x, [](Lanes a, Lanes b) { return a > b ? a : b; });
 }
 
 // Order the lanes of two vectors as pairs of one of each: the lower half of the result, then the upper one.

@@ -6,10 +6,6 @@
 
 #include "team.h"
 
-#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-#define TITAN_HAS_DOT 1
-#endif
-
 namespace {
 
 // The weight of a linear layer, as Python packs it: see `weights.py`.
@@ -56,20 +52,18 @@ inline void with_constant(int64_t number, const Work& work) {
   work(std::integral_constant<int, Most>{});
 }
 
-// Numbers of packed operands that one vector holds per output.
+// Numbers of packed operands, or of those that are pointed to, that one vector holds per output.
 template <typename Packed>
 constexpr int kPair = std::is_same_v<Packed, BFloat16> || std::is_same_v<Packed, int16_t> || std::is_same_v<Packed, Words> ? 2 : 1;
-
-// What `Source` points to, or is: a vector of pairs.
-template <typename Source>
-using PackedOf = std::remove_const_t<std::remove_pointer_t<Source>>;
+template <typename Packed>
+constexpr int kPair<const Packed*> = kPair<Packed>;
 
 // What products are summed in, of numbers of type X; sums of integers are exact.
 template <typename X>
 using Sums = std::conditional_t<std::is_same_v<X, int16_t>, Integers, Lanes>;
 
 // The type that rows must have to be multiplied with packed numbers of models of type T.
-#ifdef TITAN_HAS_DOT
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 template <typename T>
 using Row = T;
 #else
@@ -81,7 +75,7 @@ using Row = float;
 inline Lanes add_pairs(Lanes sum, Words a, Words b) {
   return reinterpret<Lanes>(_mm512_dpbf16_ps(reinterpret<__m512>(sum), reinterpret<__m512bh>(a), reinterpret<__m512bh>(b)));
 }
-#elif defined(TITAN_HAS_DOT)
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 inline Lanes add_pairs(Lanes sum, Words a, Words b) {
   return reinterpret<Lanes>(vbfdotq_f32(reinterpret<float32x4_t>(sum), reinterpret<bfloat16x8_t>(a), reinterpret<bfloat16x8_t>(b)));
 }
@@ -168,7 +162,7 @@ inline void add_products(const float* x, int64_t stride, const Source (&packed)[
 #pragma GCC unroll 8
   for (int row = 0; row < M; ++row)
     for (int v = 0; v < V; ++v) sums[v][row] += numbers[v] * x[row * stride + Place];
-  if constexpr (Place + 1 < kPair<PackedOf<Source>>) add_products<M, V, Place + 1>(x, stride, packed, sums);
+  if constexpr (Place + 1 < kPair<Source>) add_products<M, V, Place + 1>(x, stride, packed, sums);
 }
 
 // Add the products of numbers of two rows, lane by lane.
