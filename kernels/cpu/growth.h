@@ -60,7 +60,7 @@ struct Growing {
   NodeColumns nodes;    // of all trees, one after another
   int32_t* draft_rows;  // rows of `probs`, of roots and nodes; null if nothing is sampled
   int64_t* counts;      // [R], nodes of each tree
-  bool* is_chain;       // [R], whether each node is a child of the one before it; true so far
+  bool* is_chain;       // [R], whether each node is a child of the one before it; others are not written
   float* probs;         // [roots and slots of sampled shapes, target_vocab_size]
   float* first_scores;  // [R], log-probability of the first child of a beam's root; others are not written
   int64_t num_passes;
@@ -88,32 +88,6 @@ inline std::vector<const Candidate*> best_candidates(const std::vector<Candidate
                     [](const Candidate* a, const Candidate* b) { return a->score != b->score ? a->score > b->score : a < b; });
   best.resize(count);
   return best;
-}
-
-// Write the best ancestor-closed set of at most max_nodes candidates, the path of first children first, see
-// `titan/kernels/torch/trees.py`; return the number of its nodes. The first candidate is the root.
-inline int64_t select_tree(const std::vector<Candidate>& candidates, int64_t max_nodes, int64_t first, const NodeColumns& nodes) {
-  std::vector<const Candidate*> order, others; // the main path, then the others
-  for (const Candidate* each : best_candidates(candidates, 1, max_nodes)) {
-    const int32_t end = order.empty() ? -1 : order.back()->slot;
-    const bool goes_on = each->parent_slot == end && (order.empty() || end >= 0);
-    (goes_on ? order : others).push_back(each);
-  }
-  order.insert(order.end(), others.begin(), others.end());
-  const int64_t count = order.size();
-  for (int64_t node = 0; node < count; ++node) {
-    const Candidate& each = *order[node];
-    int64_t parent = -1;
-    for (int64_t other = 0; each.parent_slot >= 0 && other < node; ++other)
-      if (order[other]->slot == each.parent_slot) parent = other;
-    nodes.token_ids[first + node] = each.token;
-    nodes.parents[first + node] = static_cast<int32_t>(parent);
-    nodes.depths[first + node] = parent < 0 ? 1 : nodes.depths[first + parent] + 1;
-    nodes.ancestor_bits[first + node] = int64_t{1} << node | (parent < 0 ? 0 : nodes.ancestor_bits[first + parent]);
-    nodes.scores[first + node] = each.score;
-    nodes.draft_slots[first + node] = each.slot;
-  }
-  return count;
 }
 
 // A candidate that is fed, so that its children can be chosen.
@@ -311,17 +285,37 @@ private:
     }
   }
 
-  // Write the tree of a request after those of the requests before it.
+  // Write the tree of a request after those of the requests before it: the best ancestor-closed set of at most max_nodes candidates, the
+  // path of first children first, see `titan/kernels/torch/trees.py`.
   void finish(int64_t request) {
     const TreeGrowth& growth = growing_.growths[request];
-    const int64_t first = num_nodes_, count = select_tree(candidates_[request], growth.max_nodes, first, growing_.nodes);
+    const NodeColumns& nodes = growing_.nodes;
+    std::vector<const Candidate*> order, others; // the main path, then the others
+    for (const Candidate* each : best_candidates(candidates_[request], 1, growth.max_nodes)) {
+      const int32_t end = order.empty() ? -1 : order.back()->slot;
+      const bool goes_on = each->parent_slot == end && (order.empty() || end >= 0);
+      (goes_on ? order : others).push_back(each);
+    }
+    order.insert(order.end(), others.begin(), others.end());
+    const int64_t first = num_nodes_, count = order.size();
+    for (int64_t node = 0; node < count; ++node) {
+      const Candidate& each = *order[node];
+      int64_t parent = -1;
+      for (int64_t other = 0; each.parent_slot >= 0 && other < node; ++other)
+        if (order[other]->slot == each.parent_slot) parent = other;
+      nodes.token_ids[first + node] = each.token;
+      nodes.parents[first + node] = static_cast<int32_t>(parent);
+      nodes.depths[first + node] = parent < 0 ? 1 : nodes.depths[first + parent] + 1;
+      nodes.ancestor_bits[first + node] = int64_t{1} << node | (parent < 0 ? 0 : nodes.ancestor_bits[first + parent]);
+      nodes.scores[first + node] = each.score;
+      nodes.draft_slots[first + node] = each.slot;
+    }
     growing_.counts[growth.row] = count;
-    for (int64_t node = 0; node < count; ++node)
-      if (growing_.nodes.parents[first + node] != node - 1) growing_.is_chain[growth.row] = false;
+    growing_.is_chain[growth.row] = others.empty(); // the first of them is no child of the path's end, or it would be on it
     if (growth.is_sampled) {
       int32_t* rows = growing_.draft_rows + first + growth.row; // each row of the plan before it has a root
       *rows = static_cast<int32_t>(growth.first_probs);
-      for (int64_t node = 0; node < count; ++node) rows[1 + node] = *rows + 1 + growing_.nodes.draft_slots[first + node];
+      for (int64_t node = 0; node < count; ++node) rows[1 + node] = *rows + 1 + nodes.draft_slots[first + node];
     }
     num_nodes_ += count;
   }
