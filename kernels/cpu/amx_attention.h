@@ -48,14 +48,6 @@ inline Words widen_pairs(const int8_t* first, const int8_t* second) {
 
 inline Lanes* lanes_of(Line* line) { return reinterpret_cast<Lanes*>(line->lanes); }
 
-// Write 32 dimensions of a result from sums of the even ones and of the odd ones, or of either half.
-template <typename S>
-inline void write_dimensions(Lanes even, Lanes odd, float factor, BFloat16* result) {
-  if constexpr (!kIsQuantised<S>) interleave(&even, &odd, LaneIndices{});
-  narrow_lanes(even * factor, result);
-  narrow_lanes(odd * factor, result + kLanes);
-}
-
 // Return which queries see a slot: all bits of their lanes are set.
 inline Integers see(const QueryTile& tile, int32_t slot, int64_t node) {
   const Integers is_context = (tile.visible_lens > slot) & (tile.first_slots <= slot);
@@ -265,7 +257,10 @@ void attend_head_by_tiles(const Head<S>& head, const BFloat16* q, int64_t q_stri
     const float factor = 1.0f / room.tiles[i].totals[lane];
     for (int64_t d = 0; d < value_dim; d += kTileInputs) {
       const Line* sums = &room.sums[i * value_dim + d + lane];
-      write_dimensions<S>(load_lanes(sums->lanes), load_lanes(sums[kTileRows].lanes), factor, result + d);
+      Lanes even = load_lanes(sums->lanes), odd = load_lanes(sums[kTileRows].lanes); // dimensions, or either half if quantised
+      if constexpr (!kIsQuantised<S>) interleave(&even, &odd, LaneIndices{});
+      narrow_lanes(even * factor, result + d);
+      narrow_lanes(odd * factor, result + d + kLanes);
     }
   }
 }
