@@ -141,17 +141,14 @@ const X* prepare_rows(Member& member, const Weight& weight, const T* x, int64_t 
 }
 
 // Load one of the `kPair` numbers of each lane as float32.
-template <int Place>
-inline Lanes load_number(Words pairs) {
-  return reinterpret<Lanes>(Place == 0 ? pairs << 16 : pairs & 0xffff0000u);
-}
-
-template <int Place, typename Packed>
-inline Lanes load_number(const Packed* packed) {
-  if constexpr (kPair<Packed> == 1)
+template <int Place, typename Source>
+inline Lanes load_number(Source packed) {
+  if constexpr (kPair<Source> == 1) {
     return load_lanes(packed);
-  else
-    return load_number<Place>(load<Words>(packed));
+  } else {
+    const Words pairs = load_pairs(packed);
+    return reinterpret<Lanes>(Place == 0 ? pairs << 16 : pairs & 0xffff0000u);
+  }
 }
 
 // Add the products of `kPair` inputs of M rows with V vectors, from the one at `Place` on.
