@@ -30,17 +30,19 @@ class WeightMemory:
         Raises:
             MemoryError: there is not so much.
         """
-        if self._num_taken + _whole_lines(num_bytes) > len(self._chunk):
-            self._chunk, self._num_taken = map_pages(max(_whole_lines(num_bytes), CHUNK_BYTES)), 0
+        size = round_up(num_bytes, CACHE_LINE_BYTES)
+        if self._num_taken + size > len(self._chunk):
+            self._chunk, self._num_taken = map_pages(max(size, CHUNK_BYTES)), 0
         first = self._num_taken
-        self._num_taken += _whole_lines(num_bytes)
+        self._num_taken += size
         return self._chunk[first : first + num_bytes]
 
     def cut(self, taken: Tensor, num_bytes: int) -> Tensor:
         """Return the first bytes of what was handed out last; the others are handed out again."""
-        self._num_taken += _whole_lines(num_bytes) - _whole_lines(len(taken))
+        self._num_taken += round_up(num_bytes, CACHE_LINE_BYTES) - round_up(len(taken), CACHE_LINE_BYTES)
         return taken[:num_bytes]
 
 
-def _whole_lines(num_bytes: int) -> int:
-    return -(-num_bytes // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
+def round_up(size: int, step: int) -> int:
+    """Return the least multiple of a step that is not below a size."""
+    return -(-size // step) * step

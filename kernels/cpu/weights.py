@@ -24,6 +24,7 @@ from torch import Tensor
 
 from titan.kernels.cpu.compiled import INT, POINTER, CompiledKernels
 from titan.kernels.cpu.structs import WeightStruct
+from titan.kernels.cpu.weight_memory import round_up
 from titan.kernels.torch.backend import using_threads
 
 BLOCK = 16
@@ -67,8 +68,8 @@ def _pack(weight: Tensor, kernels: CompiledKernels) -> Tensor:
     if kind == torch.int32 and kernels.has_codes and weight.numel() and (coded := _make_codes(weight, kernels)) is not None:
         return coded
     (num_outputs, num_inputs), step = weight.shape, PAIR_INPUTS if kind == torch.int32 else BLOCK
-    depth = _round_up(num_inputs, step) // 2 if kind == torch.int32 else num_inputs
-    num_rows = _round_up(num_outputs, step)
+    depth = round_up(num_inputs, step) // 2 if kind == torch.int32 else num_inputs
+    num_rows = round_up(num_outputs, step)
     packed = kernels.weight_memory.take(num_rows * depth * kind.itemsize).view(kind).view(num_rows, depth)
     word = torch.int16 if kind == torch.uint16 else torch.int32  # PyTorch copies few things of unsigned ones
     with using_threads(kernels.num_threads):
@@ -93,7 +94,7 @@ def round_to_8_bits(weight: Tensor) -> None:
 
 def _make_codes(weight: Tensor, kernels: CompiledKernels) -> Tensor | None:
     """Return a weight in codes; ``None`` if too many of its numbers are rare."""
-    num_rows, depth = (_round_up(size, PAIR_INPUTS) for size in weight.shape)
+    num_rows, depth = (round_up(size, PAIR_INPUTS) for size in weight.shape)
     pieces = (each for _, rows in _pieces(weight, torch.bfloat16, num_rows, depth) for each in rows.split(CHUNK_ROWS))
     dtype = torch.uint8 if any((each.view(torch.int16) & 15).any() for each in pieces) else torch.int8
     num_blocks, most_rare, num_rare = num_rows // BLOCK, int(MAX_RARE * weight.numel()), torch.zeros(1, dtype=torch.int64)
@@ -129,10 +130,6 @@ def weight_struct(packed: Tensor, bias: Tensor | None, num_inputs: int) -> ctype
     """Return how the library reads a packed weight and a bias [out_features]; both must outlive the result."""
     pointer = None if bias is None else bias.data_ptr()
     return WeightStruct(packed.data_ptr(), pointer, len(packed), num_inputs, FORMATS[packed.dtype])
-
-
-def _round_up(size: int, step: int) -> int:
-    return -(-size // step) * step
 
 
 def _is_held(weight: Tensor, dtype: torch.dtype) -> bool:
