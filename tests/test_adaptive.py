@@ -537,9 +537,9 @@ def test_options_that_the_draft_does_not_see_teach_only_their_request(zoo: Zoo, 
     assert engine.adaptive is not None
     fleet, plain, penalised = map(id, (engine.adaptive.controller.fleet, *(each.draft_history.acceptance for each in requests)))
     assert taught[fleet] == taught[plain] > 10 < taught[penalised] and len(taught) == 3
-    assert engine.adaptive.controller.past.weight == 0, "the one that left first tells of no others"
+    assert not engine.adaptive.controller.past.last, "the one that left first tells of no others"
     run_all(engine, PROMPTS[:1], [greedy(20, ignore_eos=True)])
-    assert 0 < engine.adaptive.controller.past.weight < 2, "one has left that tells of others"
+    assert len(engine.adaptive.controller.past.last) == 1, "one has left that tells of others"
 
 
 def test_passes_of_a_device_take_what_its_marks_say(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:

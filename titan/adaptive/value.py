@@ -27,12 +27,8 @@ STRENGTH, STRENGTH_DRAFTS = 10.0, 8.0
 AGREEMENT_NODES = 2.0
 """Number of nodes that the agreement of all counts as in that of one request."""
 
-PAST_ACCEPTANCE, PAST_PRIOR, PAST_MEMORY = 0.6, 1.0, 15 / 16
-"""Acceptance that requests are expected to have shown when they leave, and the number of them that this counts as when the first
-one leaves; and the share that counts keep when another one does."""
-
 NUM_PAST = 16
-"""Number of requests that have left and still tell by how much requests differ."""
+"""Number of requests that have left and still tell of others."""
 
 YIELD_PRIOR, YIELD_MEMORY = 16.0, 127 / 128
 """Tokens that drafting counts as having brought, as planned, beside what was seen; and the share of that which a step leaves,
@@ -51,8 +47,6 @@ class Estimates(NamedTuple):
 class PastRequests:
     """What requests that have left showed."""
 
-    acceptance: float = PAST_ACCEPTANCE  # mean
-    weight: float = 0.0  # number of requests that it is of, each as far as it drafted; older ones count less
     last: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=NUM_PAST))  # drafts and acceptance of each
     _present: Sequence[AcceptanceCounts] = ()
 
@@ -66,11 +60,7 @@ class PastRequests:
         staying = set(map(id, present))
         for counts in self._present:
             if id(counts) not in staying and counts.num_ever:
-                share = counts.num_ever / (counts.num_ever + STRENGTH)
-                shown = own_acceptance(counts, agreement)
-                self.weight = PAST_MEMORY * (self.weight or PAST_PRIOR) + share
-                self.acceptance += (shown - self.acceptance) * share / self.weight
-                self.last.append((counts.num_drafts, shown))
+                self.last.append((counts.num_drafts, own_acceptance(counts, agreement)))
         self._present = present
 
 
@@ -126,17 +116,15 @@ def estimate(fleet: AcceptanceCounts, past: PastRequests, requests: Sequence[Acc
         past: requests that have left.
         requests: counts of those to estimate, at least one.
     """
-    agreement = fleet.agreement
-    drafts = [each.num_drafts for each in requests]
-    own = [own_acceptance(each, agreement) for each in requests]
-    k = _strength([*drafts, *[count for count, _ in past.last]], [*own, *[shown for _, shown in past.last]])
-    shares = [count / (count + k) for count in drafts]
-    of_fleet = fleet.num_drafts / (fleet.num_drafts + k)
-    weight = sum(shares) + of_fleet + past.weight
-    mean = (sum(map(mul, shares, own)) + of_fleet * own_acceptance(fleet, agreement) + past.weight * past.acceptance) / weight
-    means = [share * shown + (1 - share) * mean for share, shown in zip(shares, own, strict=True)]
+    n, agreement = len(requests), fleet.agreement
+    drafts = [*[each.num_drafts for each in requests], *[count for count, _ in past.last]]
+    own = [*[own_acceptance(each, agreement) for each in requests], *[shown for _, shown in past.last]]
+    k = _strength(drafts, own)
+    shares = [count / (count + k) for count in (*drafts, fleet.num_drafts)]
+    mean = sum(map(mul, shares, (*own, own_acceptance(fleet, agreement)))) / sum(shares)
+    means = [share * shown + (1 - share) * mean for share, shown in zip(shares[:n], own[:n], strict=True)]
     seen = 1 + min(fleet.num_drafts, k)
-    bounds = [_bound(p, seen + count) for p, count in zip(means, drafts, strict=True)]
+    bounds = [_bound(p, seen + each.num_drafts) for p, each in zip(means, requests, strict=True)]
     agreements = [min(1.0, _agreement(each, agreement)) for each in requests]
     return Estimates(means, bounds, agreements)
 
