@@ -74,7 +74,7 @@ def test_simulator_can_tell() -> None:
 )
 def test_first_steps_with_a_hopeless_draft(machine: Machine, n: int) -> None:
     for acceptance in (0.02, 0.2):
-        assert compare(machine, [Text(acceptance)] * n, adaptive(machine), 100, 11) >= 0.97
+        assert compare(machine, [Text(acceptance)] * n, adaptive(machine), 100, 33) >= 0.97
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_first_steps_with_a_hopeless_draft(machine: Machine, n: int) -> None:
 )
 def test_mixed_fleet(machine: Machine, n: int, uniform: float, oracle: float) -> None:
     texts = mixed(n)
-    rate = compare(machine, texts, adaptive(machine), seeds=21)
+    rate = compare(machine, texts, adaptive(machine), seeds=63)
     lengths = (1, 2, 3, 4, 6)
     assert rate >= uniform * max(1.0, *(gain_of_fixed(machine, texts, each) for each in lengths))
     assert rate >= oracle * max(1.0, *(gain_of_fixed(machine, texts, *([0, each] * n)) for each in lengths))
@@ -597,12 +597,12 @@ def test_a_draft_that_fails_at_every_step_is_given_up(num_missing: int) -> None:
 
 def test_what_was_drafted_is_learned_before_a_comparison_that_comes_early() -> None:
     controller, load, outcome = drafting_controller()
-    before = controller.costs.target.predict(8, 800, True)
+    before = controller.costs.target.predict(8, 800)
     controller.observe(outcome._replace(target_seconds=0.9 * outcome.target_seconds))
-    assert controller.costs.target.predict(8, 800, True) == before
+    assert controller.costs.target.predict(8, 800) == before
     assert not controller.rest(5, 5, 1)
     controller.choose(load._replace(candidates=[*load.candidates, load.candidates[0]], num_rows=5))
-    assert controller.costs.target.predict(8, 800, True) < before
+    assert controller.costs.target.predict(8, 800) < before
 
 
 @pytest.mark.parametrize("num_others", [0, 100], ids=["nothing else", "a longer prompt beside it"])

@@ -66,17 +66,6 @@ def test_a_step_in_the_true_curve_is_learned() -> None:
     assert passes.predict(16, 0) == pytest.approx(6.0, rel=0.05)
 
 
-def test_passes_between_those_of_another_model_have_a_level_of_their_own() -> None:
-    passes = cost()
-    for _ in range(8):
-        for _ in range(5):
-            passes.note(8, 0, 2.0)
-        for _ in range(5):
-            passes.note(8, 0, 3.0, is_alternating=True)
-    assert passes.predict(8, 0) == pytest.approx(2.0, rel=0.03)
-    assert passes.predict(8, 0, is_alternating=True) == pytest.approx(3.0, rel=0.03)
-
-
 def test_model_that_rests_follows_the_pace_of_the_other() -> None:
     passes, other = cost(), cost()
     for seconds in [2.0] * 40 + [3.0] * 60:
@@ -101,7 +90,7 @@ def test_first_steps_of_their_kind_teach_little(num_steps: int, most: float) -> 
     for _ in range(num_steps):
         costs.note_drafting(load(4), Outcome(4, 2, 1, 4, 1.25 * 3.9, 1.25 * 1.4, 1.25 * 2.0), [1] * 4)
     assert costs.draft is not None
-    for ratio in (costs.target.predict(8, 0, True) / 2.0, costs.draft.predict(4, 0) / 1.4):
+    for ratio in (costs.target.predict(8, 0) / 2.0, costs.draft.predict(4, 0) / 1.4):
         assert most - 0.1 < ratio < most + 0.02
 
 

@@ -95,12 +95,12 @@ class Costs:
         if load.num_rows != n:  # what prompts take says little of what decodes do
             return
         rows, context, seconds = n + total.num_nodes / num_steps, load.num_context_tokens, total.target_seconds / num_steps
-        _note_pass(self.target, (rows, context), seconds, is_cold, is_alternating=True, num_steps=num_steps)
+        _note_pass(self.target, (rows, context), seconds, is_cold, num_steps)
         is_caught_up = all(each.is_fed for count, each in zip(num_nodes, load.candidates, strict=True) if count)
         if self.draft is not None and total.num_draft_passes and is_caught_up:
             per_pass = max(1.0, total.num_draft_rows / total.num_draft_passes)
             seconds = total.draft_seconds / total.num_draft_passes
-            _note_pass(self.draft, (per_pass, context * num_drafting / n), seconds, is_cold, num_steps=num_steps)
+            _note_pass(self.draft, (per_pass, context * num_drafting / n), seconds, is_cold, num_steps)
 
     def note_review(self, load: Load, num_reviewed: int, outcome: Outcome) -> None:
         """Learn from a step with a review: its pass takes no less than one of growth, and may show that these are cheaper.
@@ -131,13 +131,11 @@ class Costs:
         self.host.note(num_requests, num_drafting, seconds, num_steps)
 
 
-def _note_pass(
-    cost: PassCost, size: tuple[float, float], seconds: float, is_cold: bool, *, is_alternating: bool = False, num_steps: int = 1
-) -> float:
+def _note_pass(cost: PassCost, size: tuple[float, float], seconds: float, is_cold: bool, num_steps: int = 1) -> float:
     """Add a pass of these rows and tokens of context; see `PassCost.note`."""
     if is_cold:
-        seconds = _warm(seconds, cost.predict(*size, is_alternating))
-    return cost.note(*size, seconds, is_alternating, num_steps)
+        seconds = _warm(seconds, cost.predict(*size))
+    return cost.note(*size, seconds, num_steps)
 
 
 def _warm(seconds: float, expected: float) -> float:

@@ -42,9 +42,8 @@ class Pace:
         num_rows = num_decodes * (1 + self._num_drafts)
         plain, drafting = (self._rest.predict(num_decodes, count) for count in (0, num_decodes))
         seconds = self._max_step_s - plain - self._drafting * (drafting - plain)
-        is_alternating = self._drafting > 1 / 2
         fitting = bisect_right(
-            range(1, most + 1), seconds, key=lambda count: self._cost.predict(num_rows + count, num_context_tokens, is_alternating)
+            range(1, most + 1), seconds, key=lambda count: self._cost.predict(num_rows + count, num_context_tokens)
         )
         return min(max(fitting, MIN_PROMPT_TOKENS), most)
 
@@ -58,7 +57,7 @@ class Pace:
             step_s: seconds of all of it.
             pass_s: seconds of the target's pass.
         """
-        self._cost.note(sum(plan.num_tokens) + num_drafts, plan.num_context_tokens, pass_s, num_drafts > 0)
+        self._cost.note(sum(plan.num_tokens) + num_drafts, plan.num_context_tokens, pass_s)
         if num_emitting:
             self._num_drafts += DRAFT_RATE * (num_drafts / num_emitting - self._num_drafts)
             self._drafting += DRAFT_RATE * ((num_drafts > 0) - self._drafting)

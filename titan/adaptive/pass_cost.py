@@ -24,8 +24,7 @@ TREND_RATE, TREND_DRIFT = 1 / 4, 1 / 8
 """Weight of a surprise in the trend of surprises, and the share of that trend's square that a pass adds to the pace's variance."""
 
 SHAPE_VARIANCE, SHAPE_DRIFT = 0.02, 2e-6
-"""The variance of a curve's error at one power of two of rows, and of what another model's passes in between change; and what a
-pass adds to it."""
+"""The variance of a curve's error at one power of two of rows, and what a pass adds to it."""
 
 FOLLOWED = 0.8
 """How much of a change of one model's pace that of another is expected to share while it does not run."""
@@ -53,9 +52,8 @@ class PassCost:
     """Seconds of a model's passes.
 
     The curve over rows is linear between measured sizes, never falls, and goes on as between the last two, or as it rises on
-    average, if that is more. What passes take compared with the curve is followed, as a sum of logarithms: a pace, an error of the
-    curve for each power of two of rows, which is interpolated between them, and one for passes with, and for those without,
-    another model's passes between them, which leave nothing in the caches. An observation moves each of the three as far as it is
+    average, if that is more. What passes take compared with the curve is followed, as a sum of logarithms: a pace, and an error of
+    the curve for each power of two of rows, which is interpolated between them. An observation moves both as far as they are
     uncertain (Kalman, "A new approach to linear filtering and prediction problems", 1960, without covariances), so that the
     machine's moods change all times alike. Context costs the same for each token whose KV is read.
 
@@ -74,23 +72,20 @@ class PassCost:
         self.is_padded = is_padded
         self._pace = Belief(0.0, PACE_VARIANCE)
         self._shapes = [Belief(0.0, SHAPE_VARIANCE) for _ in range(NUM_OCTAVES)]
-        self._company = Belief(0.0, SHAPE_VARIANCE), Belief(0.0, SHAPE_VARIANCE)
         self._deviation, self._trend, self._num_seen = DEVIATION, 0.0, 0
 
-    def predict(self, num_rows: float, num_context_tokens: float, is_alternating: bool = False) -> float:
+    def predict(self, num_rows: float, num_context_tokens: float) -> float:
         """Return the seconds of a pass.
 
         Args:
             num_rows: query tokens of all requests, at least 1.
             num_context_tokens: tokens before them, of all requests.
-            is_alternating: whether another model runs between such passes.
         """
         octave = min(log2(num_rows), NUM_OCTAVES - 1.5)
         low = int(octave)
         share = octave - low
         shape = (1 - share) * self._aged(self._shapes[low]) + share * self._aged(self._shapes[low + 1])
-        factor = exp(self._pace.value + self._aged(self._company[is_alternating]) + shape)
-        return factor * (self._curve(num_rows) + self.seconds_per_context_token * num_context_tokens)
+        return exp(self._pace.value + shape) * (self._curve(num_rows) + self.seconds_per_context_token * num_context_tokens)
 
     @property
     def pace(self) -> float:
@@ -113,36 +108,30 @@ class PassCost:
         """Let errors of the curve be believed less, after steps of whose passes nothing is known."""
         self._num_seen += num_steps
 
-    def note(
-        self, num_rows: float, num_context_tokens: float, seconds: float, is_alternating: bool = False, num_steps: int = 1
-    ) -> float:
+    def note(self, num_rows: float, num_context_tokens: float, seconds: float, num_steps: int = 1) -> float:
         """Add the time of a pass.
 
         Args:
             num_rows: query tokens of all requests, at least 1.
             num_context_tokens: tokens before them, of all requests.
             seconds: that it took.
-            is_alternating: whether another model runs between such passes.
             num_steps: whose mean pass it is: what it says may have changed as much as in so many.
 
         Returns:
             By how much the logarithm of the pace has changed.
         """
-        octave = round(min(log2(num_rows), NUM_OCTAVES - 1))
-        shape, company = self._shapes[octave], self._company[is_alternating]
-        for belief in (shape, company):
-            belief.value, belief.seen_at = self._aged(belief), self._num_seen
+        shape = self._shapes[round(min(log2(num_rows), NUM_OCTAVES - 1))]
+        shape.value, shape.seen_at = self._aged(shape), self._num_seen
         self._num_seen += num_steps
         expected = self._curve(num_rows) + self.seconds_per_context_token * num_context_tokens
-        surprise = log(seconds / expected) - shape.value - company.value - self._pace.value
-        total = shape.variance + company.variance + self._pace.variance + self._deviation**2
+        surprise = log(seconds / expected) - shape.value - self._pace.value
+        total = shape.variance + self._pace.variance + self._deviation**2
         reach = MAX_DEVIATIONS * sqrt(total)
         surprise = min(max(surprise, -reach), reach)
         self._deviation = max(DEVIATION, self._deviation + DEVIATION_RATE * (abs(surprise) - self._deviation))
         self._trend += TREND_RATE * (surprise - self._trend)
         trend = TREND_DRIFT * self._trend**2
         shape.learn(surprise, total, num_steps * (SHAPE_DRIFT + trend / 4))
-        company.learn(surprise, total, num_steps * SHAPE_DRIFT)
         before = self._pace.value
         self._pace.learn(surprise, total, num_steps * (PACE_DRIFT + trend))
         return self._pace.value - before
