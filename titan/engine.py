@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -223,7 +224,8 @@ class Engine:
         """
         rows = [i for i, error in enumerate(acceptance.errors) if error is not None and plan.draft_budgets[i]]
         if rows:
-            acceptance.replace_failed(rows, self._pass(plan.without_drafts(rows), watch).acceptance)
+            again = replace(plan.without_drafts(rows), drafts_prompts=False)  # no drafter is asked twice before a commit
+            acceptance.replace_failed(rows, self._pass(again, watch).acceptance)
         return bool(rows)
 
     def _pass(self, plan: StepPlan, watch: Stopwatch) -> _Passed:
