@@ -70,8 +70,8 @@ class StepLog:
         """Sum up the steps since the current draft came."""
         now, before = self.counters, self._before_draft
         num_steps = now.num_sequence_steps - before.num_sequence_steps
-        num_drafted, num_accepted = now.num_drafted_steps - before.num_drafted_steps, sum(now.accepted_per_depth)
-        num_accepted -= sum(before.accepted_per_depth)
+        num_drafted = now.num_drafted_steps - before.num_drafted_steps
+        num_accepted = sum(now.accepted_per_depth) - sum(before.accepted_per_depth)
         return DraftMetrics(
             num_proposed_tokens=sum(now.proposed_per_depth) - sum(before.proposed_per_depth),
             num_accepted_tokens=num_accepted,
