@@ -1,5 +1,6 @@
-// Threads that share work. Work is taken in chunks by whoever is free, so that a thread that the system holds up holds up no other;
-// a thread that waits spins for a moment, then lets others have its core, and at last sleeps.
+// Threads that share work. Each takes chunks of its own part, which lies side by side in memory, and then those of the others that they
+// have not come to, so that a thread that the system holds up holds up no other; one that waits spins for a moment, then lets others
+// have its core, and at last sleeps.
 
 #pragma once
 
@@ -48,7 +49,7 @@ class Team;
 // What one thread knows of a job: it runs the same code as the others, and calls `share` as often as they do.
 class Member {
 public:
-  Member(Team& team, bool is_alone) : team_(team), is_alone_(is_alone) {}
+  Member(Team& team, bool is_alone, int64_t index = 0) : team_(team), is_alone_(is_alone), index_(index) {}
 
   // Call `work(i)` for i in 0 .. count - 1, each once by any thread; return when all calls have returned.
   // `size` is how many numbers one call reads or multiplies.
@@ -58,15 +59,16 @@ public:
 private:
   Team& team_;
   const bool is_alone_;
+  const int64_t index_; // of its thread
   uint32_t phase_ = 0;  // calls of `share` so far
   uint32_t chunks_ = 0; // of all phases so far
 };
 
 class Team {
 public:
-  explicit Team(int64_t num_threads) : num_threads_(num_threads) {
+  explicit Team(int64_t num_threads) : num_threads_(num_threads), parts_(new Part[num_threads]) {
     try {
-      for (int64_t i = 1; i < num_threads; ++i) threads_.emplace_back([this] { serve(); });
+      for (int64_t i = 1; i < num_threads; ++i) threads_.emplace_back([this, i] { serve(i); });
     } catch (...) { // the system has no more threads
       stop();
       throw;
@@ -93,7 +95,7 @@ public:
     const std::lock_guard<std::mutex> lock(mutex_); // models of several engines may share a team
     body_ = &body;
     call_ = [](const void* each, Member& member) { (*static_cast<const Body*>(each))(member); };
-    ticket_.store(0, std::memory_order_relaxed);
+    for (int64_t i = 0; i < num_threads_; ++i) parts_[i].ticket.store(0, std::memory_order_relaxed);
     finished_.store(0, std::memory_order_relaxed);
     job_.fetch_add(1);
     job_.notify_all();
@@ -107,6 +109,23 @@ public:
 private:
   friend class Member;
 
+  // A phase, and the next chunk of a thread's part of it: of a later phase it is more. On a line of its own, as what follows:
+  // processors fetch two at a time.
+  struct alignas(128) Part {
+    std::atomic<uint64_t> ticket{0};
+  };
+
+  // Take a chunk of the part of a thread, which has `count` in this phase; return -1 if there is none left.
+  int64_t take(int64_t part, uint32_t phase, int64_t count) {
+    const uint64_t first = static_cast<uint64_t>(phase) << 32;
+    std::atomic<uint64_t>& ticket = parts_[part].ticket;
+    for (uint64_t now = ticket.load(std::memory_order_acquire);;) {
+      const uint64_t next = std::max(now, first); // where it is of an earlier phase, nobody has taken a chunk yet
+      if (next >= first + count) return -1;
+      if (ticket.compare_exchange_weak(now, next + 1, std::memory_order_acq_rel)) return next - first;
+    }
+  }
+
   // Whether this process was forked from the one that has the threads.
   bool is_forked() const { return getpid() != process_; }
 
@@ -117,13 +136,13 @@ private:
     for (std::thread& thread : threads_) thread.join();
   }
 
-  void serve() {
+  void serve(int64_t index) {
     for (uint32_t seen = 0; !is_closing_.load();) {
       seen = wait_until(job_, [seen](uint32_t job) { return job != seen; });
       if (seen % 2 == 0) continue;
       inside_.fetch_add(1);
       if (job_.load() == seen) {
-        Member member(*this, false);
+        Member member(*this, false, index);
         call_(body_, member);
       }
       if (inside_.fetch_sub(1) == 1) inside_.notify_all();
@@ -138,10 +157,9 @@ private:
   void (*call_)(const void*, Member&) = nullptr;
   std::atomic<bool> is_closing_{false};
   std::atomic<bool> lacks_memory_{false}; // for a part of the job
-  // each on lines of its own: processors fetch two at a time
-  alignas(128) std::atomic<uint32_t> job_{0};    // odd while a job is open to threads
-  alignas(128) std::atomic<uint32_t> inside_{0}; // threads that may look at the job, besides the one that called `run`
-  alignas(128) std::atomic<uint64_t> ticket_{0}; // the phase of the job, and its next chunk
+  const std::unique_ptr<Part[]> parts_;
+  alignas(128) std::atomic<uint32_t> job_{0};      // odd while a job is open to threads
+  alignas(128) std::atomic<uint32_t> inside_{0};   // threads that may look at the job, besides the one that called `run`
   alignas(128) std::atomic<uint32_t> finished_{0}; // chunks of all phases so far
 };
 
@@ -151,27 +169,27 @@ void Member::share(int64_t count, int64_t size, const Work& work) {
     for (int64_t i = 0; i < count; ++i) work(i);
     return;
   }
-  const int64_t most = team_.num_threads_ * kChunksPerThread;
+  const int64_t num_parts = team_.num_threads_, most = num_parts * kChunksPerThread;
   const int64_t least = std::max<int64_t>(kChunkSize / std::max<int64_t>(size, 1), 1);
   const int64_t chunk = std::max((count + most - 1) / most, least);
-  const uint32_t num_chunks = static_cast<uint32_t>((count + chunk - 1) / chunk);
-  const uint64_t first = static_cast<uint64_t>(phase_++) << 32, end = first + num_chunks;
-  chunks_ += num_chunks;
-  for (uint64_t ticket = team_.ticket_.load(std::memory_order_acquire); ticket >= first && ticket < end;) {
-    if (!team_.ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) continue;
-    const int64_t begin = static_cast<int64_t>(ticket - first) * chunk;
-    try {
-      if (!team_.lacks_memory_.load(std::memory_order_relaxed))
-        for (int64_t i = begin; i < std::min(begin + chunk, count); ++i) work(i);
-    } catch (const std::bad_alloc&) { // the others count on this chunk: they pass over what is left, and `run` reports it
-      team_.lacks_memory_ = true;
+  const int64_t num_chunks = (count + chunk - 1) / chunk;
+  const auto begin_of = [&](int64_t part) { return (num_chunks * part + num_parts - 1) / num_parts; };
+  ++phase_;
+  chunks_ += static_cast<uint32_t>(num_chunks);
+  for (int64_t i = 0; i < num_parts; ++i) {
+    const int64_t part = (index_ + i) % num_parts, first = begin_of(part), num_own = begin_of(part + 1) - first;
+    for (int64_t taken; (taken = team_.take(part, phase_, num_own)) >= 0;) {
+      const int64_t begin = (first + taken) * chunk;
+      try {
+        if (!team_.lacks_memory_.load(std::memory_order_relaxed))
+          for (int64_t each = begin; each < std::min(begin + chunk, count); ++each) work(each);
+      } catch (const std::bad_alloc&) { // the others count on this chunk: they pass over what is left, and `run` reports it
+        team_.lacks_memory_ = true;
+      }
+      if (team_.finished_.fetch_add(1, std::memory_order_acq_rel) + 1 == chunks_) team_.finished_.notify_all();
     }
-    if (team_.finished_.fetch_add(1, std::memory_order_acq_rel) + 1 == chunks_) team_.finished_.notify_all();
-    ticket = team_.ticket_.load(std::memory_order_acquire);
   }
   wait_until(team_.finished_, [this](uint32_t finished) { return static_cast<int32_t>(finished - chunks_) >= 0; });
-  uint64_t expected = end;
-  team_.ticket_.compare_exchange_strong(expected, static_cast<uint64_t>(phase_) << 32, std::memory_order_acq_rel);
 }
 
 // Share the work of a single phase; there is nothing to share of a single call.
