@@ -16,7 +16,8 @@
 
 namespace {
 
-constexpr int64_t kChunkSize = 16384;   // least elements of a chunk that is worth sharing
+constexpr int64_t kJobSize = 16384;     // elements of a job that is worth sharing: threads may be asleep
+constexpr int64_t kChunkSize = 4096;    // least elements of a chunk of it
 constexpr int64_t kChunksPerThread = 8; // most chunks of a phase for each thread: an uneven end costs an eighth
 constexpr int kSpins = 2000;            // of a thread that waits before it lets others have its core, up to 100 microseconds
 constexpr int kYields = 4000;           // of it before it sleeps, some milliseconds: steps follow one another
@@ -88,7 +89,7 @@ public:
   // `share`. Throws std::bad_alloc if there was too little memory for some of its work.
   template <typename Body>
   void run(const Body& body, int64_t size = std::numeric_limits<int64_t>::max()) {
-    if (size <= kChunkSize || num_threads_ == 1 || is_forked()) {
+    if (size <= kJobSize || num_threads_ == 1 || is_forked()) {
       Member member(*this, true);
       return body(member);
     }
