@@ -443,6 +443,41 @@ def test_a_forked_process_is_refused(llm: LLM, zoo: Zoo, name: str) -> None:
     stream.close()
 
 
+FORKING = """
+import os, signal, sys, threading
+from titan import LLM, SamplingParams
+
+is_stepping, has_ended = threading.Event(), threading.Event()
+
+def observe(plan, acceptance):
+    is_stepping.set()
+    has_ended.wait()
+
+def ask():
+    llm.generate([[5, 6]], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
+
+llm = LLM(sys.argv[1], dtype="float32", device="cpu", num_kv_blocks=64, warm_up=False)
+llm.engine.observers.append(observe)
+thread = threading.Thread(target=ask)
+thread.start()
+is_stepping.wait()
+if (child := os.fork()) == 0:
+    signal.alarm(int(sys.argv[2]))
+    sys.exit()
+_, status = os.waitpid(child, 0)
+has_ended.set()
+thread.join()
+print(os.waitstatus_to_exitcode(status))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a platform without fork")
+def test_a_process_that_is_forked_beside_a_step_can_end(zoo: Zoo) -> None:
+    command = [sys.executable, "-c", FORKING, zoo.path("llama+text"), str(WATCHDOG_S)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=2 * WATCHDOG_S, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "0\n"), ended.stderr
+
+
 def test_a_stream_joins_although_another_caller_keeps_the_queue_full(zoo: Zoo) -> None:
     llm = LLM(zoo.path("llama+text"), dtype="float32", device="cpu", num_kv_blocks=64, max_waiting_requests=2, max_batch_size=1)
     many, params = [f"the {i}" for i in range(12)], greedy(6, n=3, ignore_eos=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import suppress
@@ -94,7 +95,7 @@ class StepLoop:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._lock = RLock()  # held by the leader
-        self._life = finalize(self, self._lock.acquire)  # at the end of the process, which would abort beneath a daemon's step
+        self._life = finalize(self, _await_step, self._lock, os.getpid())
         self._leader: int | None = None  # the thread that holds the lock
         self._callers: dict[_Caller, None] = {}  # in order of arrival; the leader is among them
         self._runs: dict[_Run, None] = {}  # in flight; changed and read by the leader only
@@ -308,3 +309,11 @@ class StepLoop:
             if self._leader is None:
                 for caller in tuple(self._callers)[:1]:
                     caller.woken.put(None)
+
+
+def _await_step(lock: Any, process: int) -> None:
+    """Wait for the step that runs: at the end of the process, which would abort beneath the step of a daemon thread.
+
+    A process that is forked beside a step has no thread that would release the lock.
+    """
+    lock.acquire(blocking=os.getpid() == process)
