@@ -58,6 +58,20 @@ def test_spaces_are_not_cleaned_up() -> None:
     assert detokenizer.text == texts[-1], "all at once"
 
 
+@given(gaps=st.lists(st.integers(0, 12), min_size=1, max_size=4), cut=st.integers(0, 50))
+@example(gaps=[0, 6], cut=1)
+@example(gaps=[0, 9], cut=10)  # all in the prompt
+def test_skipped_special_tokens_leave_the_spaces_around_them(gaps: list[int], cut: int) -> None:
+    tokenizer = make_piece_tokenizer()
+    special, word = tokenizer.convert_tokens_to_ids(["</s>", "▁the"])
+    token_ids = [token_id for gap in gaps for token_id in [*[special] * gap, word]]
+    prompt, output = token_ids[:cut], token_ids[cut:]
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt, skip_special_tokens=True)
+    detokenizer.finish(output)
+    assert detokenizer.text == grow(tokenizer, prompt, output)[-1]
+    assert tokenizer.decode(prompt, skip_special_tokens=True) + detokenizer.text == " ".join(["the"] * len(gaps))
+
+
 @given(pieces=st.lists(st.one_of(st.text(max_size=3), st.sampled_from([b"\xff", b"\xc3", b"\xe2\x82"])), max_size=8))
 def test_stray_bytes_do_not_swallow_the_text_around_them(pieces: list[str | bytes]) -> None:
     """Fewer stray bytes in a row than are held back: the text is that of decoding everything at once."""

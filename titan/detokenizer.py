@@ -17,7 +17,8 @@ class IncrementalDetokenizer:
     """Converts one request's output to text, token by token.
 
     A tail that decodes to an incomplete character is held back until the bytes that complete it arrive. The context that tokens
-    are decoded with never starts inside a character: where bytes are tokens, one partial character garbles all bytes beside it.
+    are decoded with never starts inside a character: where bytes are tokens, one partial character garbles all bytes beside it. Nor
+    is it skipped special tokens alone: a tokenizer that leaves out the first space of a text would leave out that of the next word.
 
     Args:
         tokenizer: a transformers tokenizer.
@@ -30,10 +31,10 @@ class IncrementalDetokenizer:
         self.skip_special_tokens = skip_special_tokens
         self.text = ""
         num_tokens = len(prompt_token_ids)
-        for num_context in range(CONTEXT_TOKENS, CONTEXT_TOKENS + MAX_CHARACTER_TOKENS):
+        for num_context in (*range(CONTEXT_TOKENS, CONTEXT_TOKENS + MAX_CHARACTER_TOKENS), num_tokens):
             context = list(prompt_token_ids[max(num_tokens - num_context, 0) :])
             num_complete, text = self._find_complete(context)
-            if not text.startswith(REPLACEMENT):
+            if text and not text.startswith(REPLACEMENT):
                 break
         self._token_ids = context  # and after it the tokens that are not in the text yet
         self._num_seen = len(context)  # of these, those that are in the prompt or in the text
@@ -68,6 +69,9 @@ class IncrementalDetokenizer:
     def _release(self, text: str, *, hold_incomplete: bool) -> None:
         """Add what is new in the text of all these tokens to the output's."""
         if len(self._token_ids) == self._num_seen or (hold_incomplete and text.endswith(REPLACEMENT)):
+            return
+        if text and text == self._shown and not self._decode(self._token_ids[-CONTEXT_TOKENS:]):
+            del self._token_ids[self._num_seen :]  # skipped special tokens: the context stays that of before
             return
         is_text = text.startswith(self._shown)  # else bytes that are no text have garbled the context
         self.text += text[len(self._shown) :] if is_text else self._decode(self._token_ids[self._ends[-1] :])
