@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -380,3 +381,9 @@ def test_a_reader_that_leaves_and_a_full_disk_are_no_tracebacks() -> None:
     with open("/dev/full", "w") as full:  # noqa: PTH123 - no file
         failed = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, cwd=ROOT)
     assert (failed.returncode, failed.stderr) == (1, "titan: [Errno 28] No space left on device\n")
+
+
+def test_characters_that_the_encoding_of_the_output_lacks_are_escaped(models: list[str]) -> None:
+    command = [sys.executable, "-m", "titan.cli", "generate", "dog é", "--max-tokens", "1", *models]
+    run = subprocess.run(command, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii"}, check=False, cwd=ROOT)
+    assert (run.returncode, run.stderr) == (0, b"") and run.stdout.startswith(rb"dog \xe9")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import platform
@@ -103,6 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status: 2 for bad use, 1 for a failure."""
     if sys.stdout is None:  # it was closed, as by >&-
         sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 - for the rest of the process
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # characters that its encoding lacks, as stderr has it
     try:
         try:
             return _run_command(argv)
