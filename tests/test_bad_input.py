@@ -140,6 +140,11 @@ OTHERS: list[tuple[Callable[..., Any], dict[str, Any], list[str]]] = [
     (EngineConfig.of, {"draft_tree": [-1] * 7}, ["has 7 nodes", "at most max_draft_tokens=6"]),
     (EngineConfig.of, {"max_num_batched_tokens": 31}, ["max_num_batched_tokens=31", "max_batch_size=32", "at least one token"]),
     (EngineConfig.of, {"preemption_mode": "swap"}, ["preemption_mode='swap' contradicts swap_space=0", "in bytes"]),
+    (
+        partial(EngineConfig.of, preemption_mode="recompute", enable_prefix_caching=False),
+        {"swap_space": 9},
+        ["swap_space=9", "preemption_mode='recompute'", "enable_prefix_caching=False", "0, or another preemption mode"],
+    ),
     (EngineConfig.of, {"num_kv_blocks": 3, "kv_cache_memory": 5}, ["num_kv_blocks=3", "kv_cache_memory=5", "at most one"]),
     (EngineConfig.of, {"num_kv_blocks": 3, "memory_utilization": 0.5}, ["=3", "memory_utilization=0.5", "at most one"]),
     (partial(NgramDrafter, 4), {"min_ngram": 0}, ["min_ngram=0", "an integer >= 1"]),

@@ -137,8 +137,10 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_batched_tokens=self.batch_size + random.choice([3, 20, 100]),
             prefill_chunk_size=random.choice([None, random.randint(1, 20)]),
             max_prefill_tokens=random.choice([None, None, random.randint(1, 20)]),
-            enable_prefix_caching=random.random() < 0.7, swap_space=random.choice([0, 2**17, 2**18, 2**18, 2**18]),
-            preemption_mode=random.choice(["auto"] * 6 + ["recompute"]), scheduling_policy=self.policy,
+            enable_prefix_caching=(caches := random.random() < 0.7),
+            swap_space=(swap_space := random.choice([0, 2**17, 2**18, 2**18, 2**18])),
+            preemption_mode=random.choice(["auto"] * 6 + ["recompute" if caches or not swap_space else "auto"]),
+            scheduling_policy=self.policy,
             reservation=random.choice(["on_demand"] * 4 + ["max_tokens"]), max_waiting_requests=8,
             max_draft_tokens=random.choice([*range(1, 7), 20]), draft_tree=random.choice(["auto", "chain"]),
         )  # fmt: skip

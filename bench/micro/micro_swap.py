@@ -29,7 +29,7 @@ def make_running(pair: tuple[str, str], seed: int) -> tuple[Engine, Request]:
         max_draft_tokens=1,
         prefill_chunk_size=2 * NUM_TOKENS,
         enable_prefix_caching=False,
-        preemption_mode="recompute",
+        preemption_mode="swap",
         swap_space=2**28,
     )
     engine = Engine(config, open_model(ModelFiles(resolve_model(pair[0], "target"))), pair[1])

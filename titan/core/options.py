@@ -202,7 +202,8 @@ class ScheduleOptions:
             copied to the swap space and back; "auto", what is expected to take less time, or "swap" where that is not measured. It
             is computed again whenever the swap space is full.
         swap_space: bytes of the host's memory for the KV of such requests and, with prefix caching, for prefixes that the KV
-            cache has no more room for; 0 = none. Target and draft together, as `MemoryOptions.kv_cache_memory`.
+            cache has no more room for; 0 = none, all that "recompute" without prefix caching allows. Target and draft together, as
+            `MemoryOptions.kv_cache_memory`.
     """
 
     max_batch_size: int = option(32, check_integer, low=1)
@@ -322,6 +323,14 @@ class EngineConfig:
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     schedule: ScheduleOptions = field(default_factory=ScheduleOptions)
     memory: MemoryOptions = field(default_factory=MemoryOptions)
+
+    def __post_init__(self) -> None:
+        swap_space = self.schedule.swap_space
+        if swap_space and self.schedule.preemption_mode == "recompute" and not self.memory.enable_prefix_caching:
+            raise ValueError(
+                f"swap_space={swap_space} contradicts preemption_mode='recompute' and enable_prefix_caching=False, with which "
+                f"nothing is swapped out: allowed is 0, or another preemption mode, or prefix caching"
+            )
 
     @classmethod
     def of(cls, **options: Unpack[EngineOptions]) -> EngineConfig:
