@@ -258,6 +258,7 @@ register("nothing", lambda _: None)  # type: ignore[arg-type,return-value]
         ({"tokenizer": "/no/such/folder"}, ["tokenizer='/no/such/folder'", "does not exist"]),
         ({"draft_model": "/no/such/folder"}, ["draft_model='/no/such/folder'", "'ngram'", "and None for no draft", "not exist"]),
         ({"draft_model": 5}, ["draft_model=5", "None, a name, a folder, a hub id, or a Drafter"]),
+        ({"draft_model": "/no/such/folder", "speculation": "off"}, ["draft_model='/no/such/folder'", "not exist"]),
         ({"draft_model": HALF}, ["draft_model=", "or a Drafter, of which it lacks commit, kv, max_draft_tokens"]),
         ({"draft_model": changed(kv=OWN_CACHE)}, ["draft_model=", "or a CachingDrafter, of which it lacks attach, lookahead"]),
         ({"draft_model": NoDrafter}, ["draft_model=", "NoDrafter", "is not a drafter: allowed is an instance, not the class"]),

@@ -92,6 +92,8 @@ def test_a_shape_is_a_name_or_parents(
         (["--compare", "--speculation", "off"], "--compare needs a draft: give --draft-model and no --speculation off\n"),
         (["--draft-tree", "chain"], "--draft-tree needs a draft"),
         (["--draft-weight-bits", "none"], "--draft-weight-bits needs a draft"),
+        (["--draft-weight-bits", "8", "--draft-model", "ngram"], "--draft-weight-bits needs a draft model, which 'ngram' is not\n"),
+        (["--draft-dtype", "float32", "--draft-model", "ngram"], "--draft-dtype needs a draft model"),
         (["--max-draft-tokens", "3", "--draft-model", "none"], "--max-draft-tokens needs a draft"),
         (["--draft-tree", "star", "--draft-model", "ngram"], "draft_tree='star' is not allowed: it must be 'auto', 'dynamic', "),
     ],

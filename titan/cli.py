@@ -34,6 +34,7 @@ from titan.core.options import (
 from titan.core.outputs import RequestMetrics, RequestOutput
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import Acceptance, StepPlan
+from titan.draft.registry import is_registered
 from titan.kernels.backend import choose_backend, choose_device
 from titan.kernels.interfaces import Backend
 from titan.llm import LLM
@@ -69,7 +70,9 @@ ENGINE_OPTIONS = (
 """Options of ``titan generate`` that `LLM` takes under the same names."""
 SHOWS_OF_DRAFTS = ("show_tree", "compare")
 """Options of ``titan generate`` that show what drafts do, and need some."""
-DRAFT_OPTIONS = ("draft_dtype", "draft_weight_bits", "speculation_target", "max_draft_tokens", "draft_tree", "draft_sampling")
+DRAFT_MODEL_OPTIONS = ("draft_dtype", "draft_weight_bits")
+"""Options of ``titan generate`` that say how a draft model runs, and need one."""
+DRAFT_OPTIONS = (*DRAFT_MODEL_OPTIONS, "speculation_target", "max_draft_tokens", "draft_tree", "draft_sampling")
 """Options of ``titan generate`` that say how to draft, and need a draft, even if speculation is off."""
 MODEL_OPTIONS = ("revision", "dtype", "model_impl", "trust_remote_code")
 """Options of ``titan info`` that are those of a model."""
@@ -259,6 +262,9 @@ def _generate(args: argparse.Namespace) -> int:
     if unused:
         needed = ["--draft-model"] * (not has_draft) + ["no --speculation off"] * is_off
         raise ValueError(f"{_flag(unused[0])} needs a draft: give {' and '.join(needed)}")
+    for name in DRAFT_MODEL_OPTIONS:
+        if name in options and is_registered(draft_model):
+            raise ValueError(f"{_flag(name)} needs a draft model, which {draft_model!r} is not")
     draft = None if draft_model == "none" else draft_model
     llm = LLM(args.model, draft, max_batch_size=1, enable_prefix_caching=False, generation_config="vllm", **options)
     plain_params = replace(params, use_speculative=False)

@@ -147,11 +147,11 @@ class Engine:
             num_blocks=-(-self.max_model_len // config.memory.block_size),
             num_tokens=config.schedule.max_num_batched_tokens,
         )
-        make_drafter = self._open_drafter(draft if is_drafting else None)  # may refuse the draft
+        make_drafter = self._open_drafter(draft)  # may refuse the draft, although nothing is drafted
         if isinstance(model, Checkpoint):
             model = load_model(model, dtype=self.dtype, backend=self.backend, max_positions=self.max_model_len)
         self._target = model
-        return make_drafter()
+        return make_drafter() if is_drafting else NoDrafter()
 
     def _num_kv_blocks(self, layouts: Sequence[KVLayout]) -> int:
         """Return the number of KV blocks: as given in the options, or what fits beside the largest pass."""
