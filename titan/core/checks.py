@@ -126,19 +126,16 @@ def unknown_names(unknown: Iterable[str], allowed: Sequence[str], noun: str = "o
     return f"there is no {noun} {', '.join(listed)}" + ("" if all_close else f"; allowed: {', '.join(allowed)}")
 
 
-def check_path(name: str, value: object) -> str | None:
-    """Return as text a value that must be a path, text that is not empty, or ``None``."""
-    path = fspath(value) if isinstance(value, PathLike) else value
-    if path is not None and not (isinstance(path, str) and path):
-        raise ValueError(f"{name}={shown(value)} is not allowed: it must be a non-empty str, a path or None")
-    return path
-
-
-def check_text(name: str, value: object) -> str | None:
+def check_text(name: str, value: object, allowed: str = "a non-empty str or None") -> str | None:
     """Return a value that must be text that is not empty, or ``None``."""
     if value is not None and not (isinstance(value, str) and value):
-        raise ValueError(f"{name}={shown(value)} is not allowed: it must be a non-empty str or None")
+        raise ValueError(f"{name}={shown(value)} is not allowed: it must be {allowed}")
     return value
+
+
+def check_path(name: str, value: object) -> str | None:
+    """Return as text a value that must be a path, text that is not empty, or ``None``."""
+    return check_text(name, fspath(value) if isinstance(value, PathLike) else value, "a non-empty str, a path or None")
 
 
 def check_characters(name: str, text: str) -> None:
