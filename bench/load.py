@@ -9,8 +9,9 @@ Each scenario serves the same requests with engines that differ in some options 
 
 rates: adaptive speculation against none at 30, 60, 90 and 120 % of capacity. long-prompts: at 80 %, with one prompt of half the
 model's length, at most 4,096 tokens, per 20 short ones. priority: at 150 % for a fixed time, a tenth of the requests critical.
-fair: two users, one of whom sends ten times as much. prefix: a system prompt of 512 tokens. int8: steps of 32 requests with 512
-tokens of context. int8-memory: how many requests run at once in the memory of 64. `titan bench parts --select swap` measures swaps.
+fair: two users, one of whom sends ten times as much; at most as many run at once as the other sends. prefix: a system prompt of 512
+tokens. int8: steps of 32 requests with 512 tokens of context. int8-memory: how many requests run at once in the memory of 64.
+`titan bench parts --select swap` measures swaps.
 
 Capacity is what the first engine finishes per second if all requests come at once; --rate names rates in place of its shares.
 Arrivals are a Poisson process, an open loop: the next request does not wait for an answer. All rates use the same draws, stretched.
@@ -163,7 +164,7 @@ class LoadBench:
         notes = [
             f"{args.model}, draft {args.draft_model}, {args.dtype}; prompts of {args.prompt_len} tokens, outputs of "
             f"{args.output_len}; {count(args.num_requests, 'request')}, in priority those of {args.seconds:g} s; at most "
-            f"{args.max_batch_size} at once; {count(args.rounds, 'interleaved round')}.",
+            f"{args.max_batch_size} at once, in fair as the other user sends; {count(args.rounds, 'interleaved round')}.",
             f"{OVER_FIRST.strip()}: ratio to the setting named first, median of the rounds and half their range. requests/s: "
             "finished, from the first arrival to the last token. within target: share of requests whose first token comes after "
             f"at most {args.slo_ttft:g} s, and then a token per {args.slo_tpot:g} s on average. P99 of few requests is close to "
@@ -195,7 +196,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line.
 
     Raises:
-        ValueError: there is no draft for the scenario "rates".
+        ValueError: there is no draft for the scenario "rates", or only one request for "prefix".
     """
     parser = bench_parser("load", __doc__)
     add = parser.add_argument
@@ -217,4 +218,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parse(parser, argv, QUICK)
     if args.draft_model is None and "rates" in args.scenario:
         raise ValueError(f"--scenario rates of --model {args.model} needs a draft: give --draft-model")
+    if args.num_requests == 1 and "prefix" in args.scenario:
+        raise ValueError("--num-requests 1 is not allowed with --scenario prefix: the first request finds nothing in the cache")
     return args

@@ -39,9 +39,6 @@ def test_a_scenario_has_a_row_per_setting_and_ratios_to_the_first(zoo: Zoo, tmp_
     value = rows[others[-1]][scenario.ratios[0] + OVER_FIRST]["median"]
     assert result["answer"].startswith(f"{name}: {scenario.ratios[0]} of {others[-1]!r} over {first!r}: {value:.3g}")
     assert f"## {name}" in (tmp_path / "run.md").read_text()
-    if name == "fair":  # all arrive together: the steps are the same, however long they take
-        fcfs, fair = (rows[each]["service, x equal share"]["median"] for each in ("fcfs", "fair"))
-        assert fcfs < 0.3 and fair > 0.8
     if name == "int8-memory":
         assert rows["auto"]["running"]["median"] == 64 < rows["int8"]["running"]["median"] < 256
         assert rows["int8"]["preemptions"]["median"] == 0
@@ -80,6 +77,25 @@ def test_an_engine_has_room_for_the_longest_request_of_any_round(zoo: Zoo, seed:
     for scenario in bench.scenarios.values():
         rounds = [bench._arrive(scenario, 500.0, round_id) for round_id in range(1, 6)]
         assert max(each.max_len for each in rounds) <= bench._longest(scenario) <= bench.args.max_len
+
+
+@pytest.mark.parametrize(("num_requests", "most", "share"), [(105, 32, 0.8), (44, 4, 0.8), (22, 8, 0.4)])
+def test_the_user_who_sends_less_waits_for_a_fair_share(zoo: Zoo, num_requests: int, most: int, share: float) -> None:
+    """By default, with few at once, and with --quick, where one of two waits; the steps are the same, however long they take."""
+    given = ["--num-requests", str(num_requests), "--max-batch-size", str(most)]
+    bench = LoadBench(parse_arguments(options(zoo, "--scenario", "fair", *given)))
+    assert len([*bench.run()]) == 1 and not bench.problems
+    fcfs, fair = (each.figures["service, x equal share"] for each in bench.samples)
+    assert fcfs < 0.3 and share < fair < 1.2
+
+
+@pytest.mark.parametrize("name", ["rates", "long-prompts"])
+def test_requests_of_one_token_have_no_time_between_steps(zoo: Zoo, name: str) -> None:
+    given = ["--scenario", name, "--num-requests", "4", "--output-len", "1", "--rate", "400"]
+    bench = LoadBench(parse_arguments(options(zoo, *given)))
+    assert len([*bench.run()]) == 1 and not bench.problems
+    assert all(each.figures["first token P50, ms"] > 0 for each in bench.samples)
+    assert not [figure for each in bench.samples for figure in each.figures if "between" in figure]
 
 
 def run_rates(zoo: Zoo, folder: Path, *more: str) -> dict[str, Any]:
@@ -128,6 +144,8 @@ def test_gaps_between_arrivals_are_exponential_with_a_mean_of_a_second() -> None
     assert arrivals[:50] == draw_arrivals(50, seed=3) != draw_arrivals(50, seed=2)
 
 
-def test_rates_without_a_draft_are_refused(zoo: Zoo) -> None:
+def test_what_cannot_be_measured_is_refused(zoo: Zoo) -> None:
     with pytest.raises(ValueError, match="needs a draft: give --draft-model"):
         parse_arguments(["--model", zoo.path("llama")])
+    with pytest.raises(ValueError, match="--num-requests 1 is not allowed with --scenario prefix"):
+        parse_arguments(options(zoo, "--num-requests", "1"))
