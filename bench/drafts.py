@@ -25,7 +25,7 @@ from statistics import geometric_mean
 from titan import LLM, SamplingParams
 from titan.bench.draft_recipes import DraftRecipe, Models
 from titan.bench.engine_run import NUM_DEPTHS, make_idle, run_workload
-from titan.bench.loading import engine_options
+from titan.bench.loading import engine_options, threads_on
 from titan.bench.options import add_draft_weight_bits, add_target, bench_parser, model_options, parse, positive
 from titan.bench.prompts import SOURCES, SYNTHETIC, prompt_stream
 from titan.bench.report import Report, count, figure_table, in_one_round, measure_and_publish
@@ -35,6 +35,7 @@ from titan.bench.turns import Turns, error_line
 from titan.bench.workloads import Lengths, Workload, take_workload
 from titan.core.dtypes import RUN_DTYPES
 from titan.draft.base import Drafter
+from titan.kernels.backend import choose_device
 from titan.models.files import DEMO, ModelFiles, resolve_model
 from titan.models.tokenizer import load_tokenizer
 
@@ -85,7 +86,8 @@ class DraftBench:
         self.problems: list[str] = []
         self.recipes = [DraftRecipe.parse(text, args.max_draft_tokens) for text in args.draft]
         self.workloads = self._take_workloads()
-        options = {"speculation": "fixed", "max_draft_tokens": max(recipe.num_tokens for recipe in self.recipes)}
+        most = max(recipe.num_tokens for recipe in self.recipes)
+        options = {"speculation": "fixed", "max_draft_tokens": most, "num_threads": threads_on(choose_device("auto"))}
         max_model_len = args.prompt_len.high + args.output_len
         self.engine = LLM(args.model, **engine_options(args, args.concurrency, max_model_len, **options)).engine
         self.drafters = self._make_drafters()

@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 
 from titan.bench.engine_run import make_idle, run_workload
 from titan.bench.load_scenarios import Scenario, make_scenarios
-from titan.bench.loading import engine_options, load_target
+from titan.bench.loading import engine_options, load_target, threads_on
 from titan.bench.options import above_zero, add_draft, add_target, bench_parser, parse, positive
 from titan.bench.report import Report, count, figure_table, measure_and_publish
 from titan.bench.runs import Run
@@ -68,7 +68,8 @@ class LoadBench:
         self.args = args
         self.samples: list[Sample] = []
         self.problems: list[str] = []
-        self._backend = choose_backend(choose_device("auto"))
+        device = choose_device("auto")
+        self._backend = choose_backend(device, threads_on(device))
         self._target, self._tokenizer = load_target(args, self._backend)
         args.max_len = self._target.config.max_position_embeddings
         args.bytes_per_token = self._target.kv_layout.bytes_per_token

@@ -19,6 +19,11 @@ BLOCK_SIZE = 16
 """Slots per KV block."""
 
 
+def threads_on(device: torch.device) -> int | None:
+    """Return the threads of a CPU for `choose_backend` and `LLM`: those that --threads gives PyTorch and other engines, too."""
+    return torch.get_num_threads() if device.type == "cpu" else None
+
+
 def engine_options(args: argparse.Namespace, max_batch_size: int, max_model_len: int, **options: Any) -> dict[str, Any]:
     """Return options of an engine, as `LLM` and `EngineConfig.of` take them: without a prefix cache, and with KV for all requests.
 

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from titan.bench.loading import threads_on
 from titan.bench.modes import (
     MODES,
     PEERS,
@@ -91,10 +92,12 @@ class ThroughputBench:
         self.samples: list[Sample] = []
         self.problems: list[str] = []
         self.versions: dict[str, str] = {}
+        device = choose_device(args.device)
         self._options = {
             "model": resolve_model(args.model, "target"),
             "draft_model": args.draft_model and resolve_model(args.draft_model, "draft"),
-            "device": str(choose_device(args.device)),
+            "device": str(device),
+            "num_threads": threads_on(device),
             "draft_weight_bits": args.draft_weight_bits,
             "max_draft_tokens": args.max_draft_tokens,
             "max_batch_size": max(args.concurrency),

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from titan.bench.loading import threads_on
 from titan.core.batch import QueryRow, RaggedBatch, build_batch
 from titan.core.kv_tensor import KVTensor
 from titan.kernels.backend import choose_backend, choose_device
@@ -31,7 +32,8 @@ NUM_EXPERTS, TOP_K = 32, 4
 @cache
 def backend() -> Backend:
     """The one that is chosen on this machine."""
-    return choose_backend(choose_device("auto"))
+    device = choose_device("auto")
+    return choose_backend(device, threads_on(device))
 
 
 @pytest.fixture(scope="module")

@@ -6,15 +6,21 @@ import argparse
 import json
 import re
 import subprocess
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
+from zoo import Zoo
 
+from titan.bench import adaptive, drafts, load, throughput
+from titan.bench.loading import threads_on
+from titan.bench.modes import load_modes
 from titan.bench.options import add_draft, add_target, bench_parser, parse
-from titan.bench.provenance import describe_checkout, describe_model
+from titan.bench.provenance import collect_provenance, describe_checkout, describe_model
 from titan.bench.report import Report, figure_table, measure_and_publish, table_lines
 from titan.bench.samples import Row, Sample, make_rows
 
@@ -62,6 +68,31 @@ def test_variants_that_could_not_be_told_apart_are_refused_by_name(bench: str, a
     option = argv.split()[0]
     with pytest.raises(ValueError, match=f"{option} .* has a value twice: allowed is each once"):
         import_module(f"titan.bench.{bench}").main(["--threads", "1", *argv.split()])
+
+
+@pytest.fixture
+def three_threads() -> Iterator[list[str]]:
+    """Options for as many, more than there may be cores; afterwards there are as many as before."""
+    before = torch.get_num_threads()
+    yield ["--threads", "3", "--dtype", "float32"]
+    torch.set_num_threads(before)
+
+
+def test_titan_has_the_threads_that_other_engines_have_and_the_report_names(zoo: Zoo, three_threads: list[str]) -> None:
+    given = [*three_threads, "--model", zoo.path("llama"), "--prompt-len", "4"]
+    both = [*given, "--draft-model", zoo.path("llama~")]
+    back_ends = [
+        load.LoadBench(load.parse_arguments([*both, "--scenario", "fair"]))._backend,
+        adaptive.AdaptiveBench(adaptive.parse_arguments([*both, "--device", "cpu"]))._backend,
+        drafts.DraftBench(drafts.parse_arguments([*given, "--draft", "ngram"])).engine.backend,
+    ]
+    plain = throughput.ThroughputBench(throughput.parse_arguments([*both, "--device", "cpu"]))._options
+    with load_modes(["titan"], {**plain, "dtype": "float32"}, {}, []) as loaded:
+        assert loaded.engine is not None
+        back_ends.append(loaded.engine.backend)
+    for backend in back_ends:
+        assert backend.facts()["device"] == "cpu, 3 threads" or not backend.is_host
+    assert collect_provenance("").num_threads == 3 and threads_on(torch.device("cuda", 0)) is None
 
 
 def test_a_table_has_labels_and_the_figures_that_any_row_has() -> None:
