@@ -20,11 +20,17 @@ PRECISIONS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
 class OpenvinoPeer:
-    """A pipeline for `serve.run_steps`; models that are not yet converted are."""
+    """A pipeline for `serve.run_steps`; models that are not yet converted are.
+
+    Raises:
+        ValueError: the device is not the CPU.
+    """
 
     versions = {"openvino-genai": genai.__version__}  # noqa: RUF012 - nobody changes it
 
     def __init__(self, options: dict[str, Any]) -> None:
+        if options["device"] != "cpu":
+            raise ValueError(f"device={options['device']} is not that of OpenVINO here: allowed is cpu")
         precision = PRECISIONS[options["dtype"]]
         properties: dict[str, Any] = {
             "INFERENCE_PRECISION_HINT": precision,

@@ -15,15 +15,23 @@ os.environ |= {
 
 import torch
 import vllm
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
 
 class VllmPeer:
-    """An engine for `serve.run_steps`."""
+    """An engine for `serve.run_steps`.
+
+    Raises:
+        ValueError: the device is not the one that this build of vLLM runs on.
+    """
 
     versions = {"vllm": vllm.__version__, "torch of vllm": torch.__version__}  # noqa: RUF012 - nobody changes it
 
     def __init__(self, options: dict[str, Any]) -> None:
+        own = "cpu" if current_platform.is_cpu() else "cuda:0"
+        if options["device"] != own:
+            raise ValueError(f"device={options['device']} is not that of this build of vLLM: allowed is {own}")
         torch.set_num_threads(options["threads"])
         draft = options["draft_model"]
         speculation = {"method": "draft_model", "model": draft, "num_speculative_tokens": options["max_draft_tokens"]}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
+from runpy import run_path
 from typing import Any
+from unittest.mock import MagicMock, patch
 
 import psutil
 import pytest
@@ -83,6 +86,23 @@ def test_engines_that_are_stepped_have_at_most_so_many_requests() -> None:
     ends = [result["finished_seconds"] for result in answer["requests"]]
     assert ends[1] <= ends[0] <= ends[3] <= ends[2] <= answer["seconds"]
     assert all(0 <= result["first_token_seconds"] <= result["finished_seconds"] for result in answer["requests"])
+
+
+@pytest.mark.parametrize(
+    ("adapter", "device", "is_cpu"),
+    [("openvino_peer", "cuda:0", True), ("vllm_peer", "cuda:0", True), ("vllm_peer", "cpu", False), ("vllm_peer", "cuda:1", False)],
+)
+def test_an_engine_that_runs_elsewhere_is_refused(adapter: str, device: str, is_cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the adapters alone: the engines are not installed here."""
+    modules = {
+        name: MagicMock(__version__="1")
+        for name in ("vllm", "vllm.platforms", "vllm.sampling_params", "openvino", "openvino_genai")
+    }
+    modules["vllm.platforms"].current_platform.is_cpu.return_value = is_cpu
+    with patch.dict(sys.modules, modules), patch.dict(os.environ):
+        load = run_path(str(client.HERE / f"{adapter}.py"))["load"]
+        with pytest.raises(ValueError, match=f"^device={device} is not that of "):
+            load({"device": device})
 
 
 @pytest.mark.parametrize("mode", ["static", "continuous", "assisted"])
