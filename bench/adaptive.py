@@ -156,7 +156,8 @@ class AdaptiveBench:
         ]
         results: dict[str, Sequence[Row | Sample]] = {"rows": rows, "samples": samples}
         tables = [figure_table("Tokens/s", rows, ["at once", "setting"], COLUMNS)]
-        return Report("Adaptive speculation", adaptive_answer(rows), results, tables, notes, self.problems)
+        versions = {"kernels": self._backend.facts()["kernels"]}
+        return Report("Adaptive speculation", adaptive_answer(rows), results, tables, notes, self.problems, versions)
 
 
 def plain_drafter(drafter: Drafter, option: str, name: str) -> DraftModelDrafter:

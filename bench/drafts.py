@@ -167,6 +167,7 @@ class DraftBench:
             ],
             [about, *NOTES],
             self.problems,
+            {"kernels": self.engine.backend.facts()["kernels"]},
         )
 
 

@@ -173,7 +173,8 @@ class LoadBench:
         ]
         results: dict[str, Sequence[Row | Sample]] = {"rows": rows, "samples": samples}
         answer = f"{'; '.join(answers)}." if answers else "No setting could be compared with the first."
-        return Report("A server's load", answer, results, tables, notes, self.problems)
+        versions = {"kernels": self._backend.facts()["kernels"]}
+        return Report("A server's load", answer, results, tables, notes, self.problems, versions)
 
 
 def _serve(engine: Engine, warm_up: Workload, measure: Callable[[Engine, Workload], Result], workload: Workload) -> Result:

@@ -18,6 +18,9 @@ from titan.kernels.cpu.threads import available_cores
 from titan.models.files import DEMO, resolve_model
 from titan.models.loader import download
 
+KERNEL_VARIABLES = ("TITAN_", "ONEDNN_", "MKL_", "OMP_")
+"""How the names of environment variables begin that choose or restrict the kernels of Titan and other engines."""
+
 
 def bench_parser(name: str, description: str | None) -> argparse.ArgumentParser:
     """The parser of ``titan bench name``, with what every benchmark takes: files to write, threads and seed."""
@@ -68,7 +71,7 @@ def model_options(args: argparse.Namespace) -> dict[str, Any]:
 def parse(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None, quick: Mapping[str, Any] | None = None
 ) -> argparse.Namespace:
-    """Read a command line, let torch use its threads, and keep it as ``command``.
+    """Read a command line, let torch use its threads, and keep it as ``command``, after the variables that change kernels.
 
     Args:
         parser: of the command line.
@@ -87,7 +90,8 @@ def parse(
         if isinstance(values, list) and len(set(values)) < len(values):
             text = " ".join(map(str, values))
             raise ValueError(f"--{name.replace('_', '-')} {text} has a value twice: allowed is each once")
-    args.command = f"{parser.prog} {shlex.join(argv)}".rstrip()
+    settings = [f"{name}={shlex.quote(value)}" for name, value in sorted(os.environ.items()) if name.startswith(KERNEL_VARIABLES)]
+    args.command = " ".join([*settings, parser.prog, *map(shlex.quote, argv)])
     torch.set_num_threads(args.threads)
     if "draft_model" in args:
         args.draft_model = args.draft_model or (DEMO if args.model == DEMO else None)

@@ -30,7 +30,7 @@ class Report:
 
     ``answer`` is the main finding in one sentence; ``notes`` say what was measured and what the columns mean; ``warnings`` what a
     reader must know before trusting a figure, such as rows that could not run; ``results`` are lists of dataclasses for the JSON
-    file, by name; ``versions`` are those of programs besides Titan.
+    file, by name; ``versions`` are those of programs besides Titan, and what the "kernels" of its engine are.
     """
 
     title: str

@@ -112,6 +112,8 @@ class ThroughputBench:
         args = self.args
         for dtype in args.dtype:
             with load_modes(args.modes, {**self._options, "dtype": dtype}, args.peer, self.problems) as loaded:
+                if loaded.engine is not None:
+                    self.versions["kernels"] = loaded.engine.backend.facts()["kernels"]
                 for process in loaded.processes.values():
                     self.versions |= process.versions
                 num_turns = args.rounds * sum(len(modes_at(loaded.runs, each)) for each in args.concurrency)
@@ -255,7 +257,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; options that depend on others are filled in.
 
     Raises:
-        ValueError: the draft or a mode is not possible.
+        ValueError: the draft or a mode is not possible, or no mode runs as many requests at once.
     """
     parser = bench_parser("throughput", __doc__)
     add = parser.add_argument
@@ -284,6 +286,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         if mode not in allowed:
             hint = "; give a model as --draft-model" if MODES[mode].uses_draft else ""
             raise ValueError(f"--modes {mode} is not possible here: allowed are {', '.join(allowed)}{hint}")
+    measured = {mode for at_once in args.concurrency for mode in modes_at(args.modes, at_once)}
+    if not measured:
+        raise ValueError(f"--modes {' '.join(args.modes)} runs one request at a time: it is measured with --concurrency 1 only")
+    args.modes = [mode for mode in args.modes if mode in measured]
     return args
 
 

@@ -115,7 +115,9 @@ def test_first_steps_are_those_of_a_new_engine_each_time(zoo: Zoo, tmp_path: Pat
         return found
 
     monkeypatch.setattr(adaptive, "run_first_steps", watched)
-    result = run(zoo, tmp_path, "--first-steps", "5", "--concurrency", "2")
+    monkeypatch.setenv("TITAN_CPU_KERNELS", "torch")
+    result = run(zoo, tmp_path, "--first-steps", "5", "--concurrency", "2", "--device", "cpu")
+    assert result["provenance"]["versions"]["kernels"] == "PyTorch"
     assert [tuple(row["labels"].values()) for row in result["rows"]] == [(2, "off"), (2, "adaptive")]
     assert len(seen) == 4 and result["warnings"] == []
 

@@ -95,6 +95,7 @@ def test_drafts_take_turns_on_the_same_prompts_and_what_cannot_run_is_named(zoo:
     places = [(each, t) for each in ("code", "synthetic") for t in (0.0, 0.8)]
     found = [(each["round_id"], *each["labels"].values()) for each in result["samples"]]
     assert found == [(round_id, *place, name) for round_id in (0, 1) for place in places for name in orders[round_id]]
+    assert "kernels" in result["provenance"]["versions"]
     assert "left out: prompts chat" in (warnings := "; ".join(result["warnings"])) and "has another vocabulary" in warnings
     rows = {tuple(row["labels"].values()): row["figures"] for row in result["rows"]}
     for (_, temperature, name), figures in rows.items():

@@ -32,7 +32,7 @@ def test_a_scenario_has_a_row_per_setting_and_ratios_to_the_first(zoo: Zoo, tmp_
     scenario = LoadBench(parse_arguments(args)).scenarios[name]
     rows = {row["labels"]["setting"]: row["figures"] for row in result["rows"]}
     first, *others = scenario.settings
-    assert list(rows) == [first, *others] and not result["warnings"]
+    assert list(rows) == [first, *others] and not result["warnings"] and "kernels" in result["provenance"]["versions"]
     for ratio in scenario.ratios:
         assert ratio in rows[first] and ratio + OVER_FIRST not in rows[first]
         assert all(ratio + OVER_FIRST in rows[each] for each in others)

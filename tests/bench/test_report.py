@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from zoo import Zoo
 from titan.bench import adaptive, drafts, load, throughput
 from titan.bench.loading import threads_on
 from titan.bench.modes import load_modes
-from titan.bench.options import add_draft, add_target, bench_parser, parse
+from titan.bench.options import KERNEL_VARIABLES, add_draft, add_target, bench_parser, parse
 from titan.bench.provenance import collect_provenance, describe_checkout, describe_model
 from titan.bench.report import Report, figure_table, measure_and_publish, table_lines
 from titan.bench.samples import Row, Sample, make_rows
@@ -105,16 +106,20 @@ def test_a_table_has_labels_and_the_figures_that_any_row_has() -> None:
 
 
 def test_all_files_answer_first_and_hold_figures_warnings_and_provenance(
-    report: Report, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    report: Report, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measure_and_publish(options(tmp_path), tuple, lambda: report, {"target": "demo"})
+    for name in [each for each in os.environ if each.startswith(KERNEL_VARIABLES)]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TITAN_CPU_KERNELS", "torch")
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "A B")
+    measure_and_publish(options(tmp_path), tuple, lambda: replace(report, versions={"kernels": "PyTorch"}), {"target": "demo"})
     document, text = ((tmp_path / "new" / f"run.{kind}").read_text() for kind in ("json", "markdown"))
     shown, result = capsys.readouterr().out, json.loads(document)
     assert result["rows"][0]["figures"]["tokens/s"] == {"median": 1.5, "minimum": 1.0, "maximum": 2.0, "num_rounds": 3}
     assert result["answer"] == "It is 1.5." and result["warnings"] == ["noisy & slow", "hot"] and result["options"]["threads"] == 1
     provenance = result["provenance"]
-    assert provenance["command"].startswith("titan bench latency --json ") and provenance["seed"] == 3
-    assert provenance["versions"].keys() >= {"titan", "torch", "transformers", "python"}
+    assert provenance["command"].startswith("ONEDNN_MAX_CPU_ISA='A B' TITAN_CPU_KERNELS=torch titan bench latency --json ")
+    assert provenance["seed"] == 3 and provenance["versions"].keys() == {"titan", "torch", "transformers", "python", "kernels"}
     assert list(provenance["models"]) == ["target"] and re.fullmatch(r"demo \(fingerprint \w{12}\)", provenance["models"]["target"])
     for laid_out in (text, shown):
         places = [laid_out.index(part) for part in ("It is 1.5.", "one", "2 warnings", "hot", "What it is.", provenance["commit"])]

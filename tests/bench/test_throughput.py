@@ -59,7 +59,9 @@ def test_every_mode_gives_a_row_and_titan_the_same_outputs(zoo: Zoo, tmp_path: P
     assert rows["titan-single", 3]["batch"]["median"] == 1 < rows["titan", 3]["batch"]["median"] <= 3
     assert {mode for (mode, _), figures in rows.items() if "host" in figures} == {*OURS}
     assert result["warnings"] == ["broken ended at 1 request at once in float32: RuntimeError: out of memory"]
-    assert result["provenance"]["versions"]["fake"] == "1.0" and "Titan over the others" in (tmp_path / "run.markdown").read_text()
+    versions = result["provenance"]["versions"]
+    assert versions["fake"] == "1.0" and "kernels" in versions
+    assert "Titan over the others" in (tmp_path / "run.markdown").read_text()
 
 
 def test_decode_steps_have_their_mean_context_and_a_pass_is_over_its_products_and_kv(zoo: Zoo, tmp_path: Path) -> None:
@@ -151,6 +153,8 @@ def test_quick_is_a_preset_that_other_options_refine() -> None:
     quick = parse_arguments(["--quick", "--concurrency", "4", *options])
     assert (quick.dtype, quick.concurrency, str(quick.output_len), quick.waves) == (["float32"], [4], "16-64", 4)
     assert quick.modes == [*OURS, "transformers-static"]
+    many, single = (parse_arguments(["--concurrency", number, *options]).modes for number in ("8", "1"))
+    assert set(MODES) - set(many) == {"transformers-assisted"} and set(MODES) - set(single) == {"titan-static", "titan-single"}
 
 
 @pytest.mark.parametrize(
@@ -158,6 +162,7 @@ def test_quick_is_a_preset_that_other_options_refine() -> None:
     [
         (["--peer", "triton=x"], "'triton=x' is not allowed: give NAME=FOLDER, where NAME is one of vllm, openvino"),
         (["--model", "x", "--modes", "titan-draft"], "give a model as --draft-model"),
+        (["--modes", "transformers-assisted", "--concurrency", "8"], "it is measured with --concurrency 1 only"),
         (["--draft-model", "ngram", "--modes", "vllm-draft"], "--modes vllm-draft is not possible here"),
         (["--draft-model", "./nowhere"], "'./nowhere' does not exist"),
         (["--quick", "--device", "abacus"], "device='abacus'"),
