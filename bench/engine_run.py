@@ -69,11 +69,12 @@ def run_workload(
     Raises:
         RuntimeError, RuntimeWarning: as `serve`.
     """
+    start, cpu_start = time.monotonic(), time.process_time()  # other engines' runs, too, begin before their requests are made
     requests = make_requests(engine, workload, use_speculative=use_speculative, temperature=temperature)
     changes: dict[Request, list[float]] = {request: [] for request in requests}
-    seconds, cpu_start = 0.0, time.process_time()
+    seconds = 0.0
     with step_times(engine) as times:
-        for seconds, changed in serve(engine, workload, requests, concurrency or len(requests), is_static=is_static):
+        for seconds, changed in serve(engine, workload, requests, concurrency or len(requests), start, is_static=is_static):
             for request in changed:
                 changes[request].append(seconds)
     cpu_seconds = time.process_time() - cpu_start
@@ -133,9 +134,23 @@ def make_idle(engine: Engine) -> None:
 
 
 def serve(
-    engine: Engine, workload: Workload, requests: Sequence[Request], concurrency: int, *, is_static: bool = False
+    engine: Engine,
+    workload: Workload,
+    requests: Sequence[Request],
+    concurrency: int,
+    start: float | None = None,
+    *,
+    is_static: bool = False,
 ) -> Iterator[tuple[float, list[Request]]]:
     """Step an engine until all requests are finished; yields, after each step, the seconds until then and what it changed.
+
+    Args:
+        engine: an idle one.
+        workload: says when its requests are added.
+        requests: those of the workload.
+        concurrency: most requests at once.
+        start: of the run, on the clock of `time.monotonic`; ``None``: now.
+        is_static: as of `run_workload`.
 
     Raises:
         RuntimeError: a request was ended before it had its tokens.
@@ -143,7 +158,7 @@ def serve(
     """
     waiting = deque(zip(workload.arrivals, requests, strict=True))
     unfinished: set[Request] = set()
-    start = time.monotonic()
+    start = time.monotonic() if start is None else start
     while waiting or unfinished:
         now = time.monotonic() - start
         if waiting and not unfinished and waiting[0][0] > now:

@@ -109,6 +109,14 @@ def test_a_request_that_comes_during_a_step_waits_for_its_end(engine: Engine, mo
     assert [request.latency for request in run.requests] == [2.0, 1.75, 1.0]
 
 
+def test_a_run_includes_making_its_requests_as_those_of_other_engines_do(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = StepClock(engine, monkeypatch)
+    monkeypatch.setattr(engine_run, "make_requests", lambda *rest, **options: clock.sleep(0.5) or make_requests(*rest, **options))
+    run = run_workload(engine, Workload([[5], [6]], [2, 1]), use_speculative=False)
+    assert run.seconds == 2.5 and [request.latency for request in run.requests] == [2.5, 1.5]
+    assert run.figures["ms/step"] == 1250 and run.figures["CPU"] * torch.get_num_threads() == 1
+
+
 def test_a_static_batch_starts_when_the_one_before_it_is_over(zoo: Zoo) -> None:
     """Also where its requests are out of step, as a long prompt takes several steps and a short one does not."""
     engine = LLM(zoo.path("llama"), dtype="float32", device="cpu", prefill_chunk_size=4, max_model_len=80).engine
