@@ -28,6 +28,8 @@ from titan.bench.hopeless_drafts import load_shuffled
 from titan.bench.runs import Run
 from titan.bench.samples import Sample
 from titan.bench.workloads import Workload
+from titan.draft.base import Review, ReviewReport
+from titan.draft.draft_model import DraftModelDrafter
 from titan.engine import Engine
 from titan.models.files import ModelFiles
 from titan.models.loader import load_model, open_model
@@ -84,6 +86,17 @@ def test_a_useless_draft_is_useless_and_drafts_as_much(zoo: Zoo, draft: list[str
         assert request.output_token_ids == zoo.greedy("llama", prompts[i], 20, ignore_eos=True)
         assert num_accepted > 6 if helps[i % 2] else num_accepted <= 2
         assert metrics.num_draft_tokens >= 2.5 * (metrics.num_sequence_steps - 1)
+
+
+def test_a_draft_that_is_wrong_for_every_second_request_is_so_when_reviewed(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = ReviewReport([Review([True, False, True], [-0.5, -0.25, -1.0])] * 2, 7, 0.5)
+    monkeypatch.setattr(DraftModelDrafter, "review", lambda *_: plain)
+    engine = AdaptiveBench(parse_arguments(options(zoo, *SIZES, "--mixed")))._engines["fixed 3"]
+    requests = make_requests(engine, Workload([[5], [6]], [9, 9]))
+    assert [int(request.request_id) % 2 for request in requests] == [0, 1]
+    assert engine.drafter.review(requests) == plain._replace(
+        reviews=[plain.reviews[0], Review([False] * 3, plain.reviews[1].logprobs)]
+    )
 
 
 def test_a_shuffled_draft_has_the_same_numbers_elsewhere(zoo: Zoo) -> None:

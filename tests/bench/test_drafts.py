@@ -16,10 +16,14 @@ from stepping import make_engine
 from tiny_models import reference_logits
 from zoo import Zoo
 
+from titan.bench import drafts as drafts_bench
 from titan.bench.draft_recipes import DraftRecipe, Models
 from titan.bench.drafts import compare, find_fastest, main
+from titan.bench.engine_run import run_workload
+from titan.bench.runs import Run
 from titan.bench.samples import NO_DRAFT, Sample, Spread, make_rows
 from titan.bench.step_times import model_of
+from titan.bench.workloads import Workload
 from titan.core.batch import QueryRow, build_batch
 from titan.core.kv_tensor import KVTensor
 from titan.core.trees import EMPTY_TREE
@@ -27,6 +31,7 @@ from titan.draft.base import DraftContext
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.ngram import NgramDrafter
 from titan.draft.registry import _FACTORIES, open_draft_model, register
+from titan.engine import Engine
 from titan.kernels.interfaces import PassCounts, PassLimits
 from titan.models.decoder import Decoder
 
@@ -86,7 +91,15 @@ def run(zoo: Zoo, folder: Path, *options: str) -> dict[str, Any]:
     return result
 
 
-def test_drafts_take_turns_on_the_same_prompts_and_what_cannot_run_is_named(zoo: Zoo, tmp_path: Path) -> None:
+def test_drafts_take_turns_on_the_same_prompts_and_what_cannot_run_is_named(
+    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def watched(engine: Engine, workload: Workload, **options: Any) -> Run:
+        lengths.append(workload.output_lens)
+        return run_workload(engine, workload, **options)
+
+    lengths: list[list[int]] = []
+    monkeypatch.setattr(drafts_bench, "run_workload", watched)
     good = zoo.path("llama~+text")
     drafts = [good, f"{good},tree=dynamic,tokens=6", "truncated:1", "ngram", zoo.path("small_vocab")]
     options = ["--prompts", "code", "chat", "synthetic", "--temperature", "0", "0.8"]
@@ -96,6 +109,7 @@ def test_drafts_take_turns_on_the_same_prompts_and_what_cannot_run_is_named(zoo:
     found = [(each["round_id"], *each["labels"].values()) for each in result["samples"]]
     assert found == [(round_id, *place, name) for round_id in (0, 1) for place in places for name in orders[round_id]]
     assert "kernels" in result["provenance"]["versions"]
+    assert lengths == [[16, 16], [18, 18]] * len(result["samples"]), "each run has a warm-up"
     assert "left out: prompts chat" in (warnings := "; ".join(result["warnings"])) and "has another vocabulary" in warnings
     rows = {tuple(row["labels"].values()): row["figures"] for row in result["rows"]}
     for (_, temperature, name), figures in rows.items():

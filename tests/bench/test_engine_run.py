@@ -12,15 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from step_clock import StepClock
 from stepping import make_engine, submit
 from zoo import Zoo, random_prompts
 
 from titan import LLM, SamplingParams
-from titan.bench import engine_run
+from titan.bench import engine_run, step_times
 from titan.bench.engine_run import make_idle, make_requests, run_first_steps, run_static, run_workload, serve
 from titan.bench.runs import Run
-from titan.bench.step_times import TimedSteps, step_times
+from titan.bench.step_times import TimedSteps, product_and_kv_seconds
 from titan.bench.workloads import Workload
+from titan.core.step_times import StepTimes
+from titan.core.trees import GrowthReport
 from titan.engine import Engine
 from titan.kernels.torch.backend import TorchBackend
 
@@ -32,25 +35,6 @@ WORKLOAD = Workload(random_prompts(6, seed=1), OUTPUT_LENS)
 def engine(zoo: Zoo) -> Engine:
     options: dict[str, Any] = {"max_draft_tokens": 3, "max_batch_size": 4, "max_model_len": 80, "enable_prefix_caching": False}
     return LLM(zoo.path("llama"), zoo.path("llama~"), dtype="float32", device="cpu", speculation="fixed", **options).engine
-
-
-class StepClock:
-    """Time that passes only while its engine steps, a second each, or is slept away."""
-
-    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.time = 100.0
-        step = engine.step
-        monkeypatch.setattr(engine, "step", lambda: self.sleep(1.0) or step())
-        monkeypatch.setattr(engine_run, "time", self)
-
-    def monotonic(self) -> float:
-        return self.time
-
-    process_time = monotonic
-
-    def sleep(self, seconds: float) -> None:
-        assert seconds > 0
-        self.time += seconds
 
 
 def test_each_request_has_its_own_tokens_and_steps_and_batches_add_up(zoo: Zoo, engine: Engine) -> None:
@@ -196,7 +180,7 @@ def test_decode_steps_are_those_without_prompts(engine: Engine, monkeypatch: pyt
 
     @contextmanager
     def watched(engine: Engine) -> Iterator[TimedSteps]:
-        with step_times(engine) as times:
+        with step_times.step_times(engine) as times:
             seen.append(times)
             yield times
 
@@ -212,7 +196,7 @@ def test_parts_of_a_step_add_up_and_each_pass_of_a_chain_counts_also_if_all_are_
     """Three draft tokens take three passes: two follow the one that reads what the step before emitted."""
     submit(chain_engine, [[5] * 8], [SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)])
     chain_engine.step()  # the prefill
-    with step_times(chain_engine) as times:
+    with step_times.step_times(chain_engine) as times:
         for _ in range(4):
             chain_engine.step()
     parts = times.figures
@@ -220,3 +204,35 @@ def test_parts_of_a_step_add_up_and_each_pass_of_a_chain_counts_also_if_all_are_
     assert parts["host"] + parts["draft"] + parts["target"] == pytest.approx(1)
     assert parts["draft"] > 0 and parts["target"] > 0 and parts["draft"] + parts["target"] < 1
     assert "propose" not in vars(chain_engine.drafting) and "note" not in vars(chain_engine._log)  # nothing is left of the timing
+
+
+@pytest.mark.parametrize("growing", [6.0, None])
+def test_parts_of_a_step_are_what_its_times_say(growing: float | None) -> None:
+    """Two steps of 45 seconds, of which the draft takes 8, and growing trees ``growing``, or an unknown part."""
+    step = StepTimes(schedule=1, prepare=2, backlog=3, draft=8, inputs=4, target=16, verify=5, commit=6)
+    growth = GrowthReport(num_passes=4, num_rows=8, seconds=growing, first_scores=np.zeros(2, np.float32))
+    found = TimedSteps([step] * 3, [step] * 2, [growth] * 2).figures
+    in_draft = growing or 8
+    assert found == pytest.approx(
+        {
+            "ms/decode step": 45e3,
+            "host": (45 - 3 - 16 - in_draft) / 45,
+            "draft": in_draft / 45,
+            "target": (3 + 16) / 45,
+            "trees, batch, acceptance": (8 + 4 + 5 - in_draft) / 45,
+            "ms/target pass": 19e3,
+            "draft passes": 4,
+            "ms/draft pass": 2e3,
+        }
+    )
+
+
+def test_products_and_kv_are_the_fastest_products_and_the_bytes_of_the_contexts(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each byte of the memory that is read for comparison, half a GiB, takes a second."""
+    times = iter([[2.0**30, 2.0**29, 2.0**31], [70.0, 50.0, 90.0]])
+    monkeypatch.setattr(step_times, "repeat", lambda work, **_: next(times))
+    [group] = engine.kv.tensors["target"].groups
+    bytes_per_token = group.nbytes / (engine.kv.num_blocks * engine.kv.block_size)
+    assert product_and_kv_seconds(engine, 4, 16.5) == pytest.approx(50 + 4 * 16.5 * bytes_per_token)

@@ -9,13 +9,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+from step_clock import StepClock
+from stepping import make_engine
 from zoo import Zoo
 
-from titan.bench import load_scenarios
+from titan.bench import load, load_scenarios
 from titan.bench.engine_run import serve
 from titan.bench.load import OVER_FIRST, RATE, LoadBench, main, parse_arguments
-from titan.bench.load_scenarios import LONG_LEN, SHORT_PER_LONG, make_scenarios
-from titan.bench.workloads import draw_arrivals
+from titan.bench.load_scenarios import (
+    LONG_LEN,
+    SHORT_PER_LONG,
+    _measure_classes,
+    _measure_decoding,
+    _measure_first_tokens,
+    make_scenarios,
+)
+from titan.bench.workloads import Workload, draw_arrivals
+from titan.core.terms import RequestTerms
+from titan.schedule.policies.fcfs import FcfsPolicy
 
 
 def options(zoo: Zoo, *more: str) -> list[str]:
@@ -113,8 +124,15 @@ def test_all_rates_have_the_same_requests_stretched_and_both_engines_take_turns(
         served.append(workload)
         return serve(engine, workload, *rest)
 
+    def warmed(engine: Any, workload: Any) -> None:
+        assert len(served) == len(warm_ups), "before each run"
+        warm_ups.append(workload)
+
+    warm_ups: list[Any] = []
     monkeypatch.setattr(load_scenarios, "serve", watched)
+    monkeypatch.setattr(load, "run_workload", warmed)
     result = run_rates(zoo, tmp_path, "--rate", "400", "200", "--slo-ttft", "1e-9")
+    assert len(warm_ups) == 8 and all(each == warm_ups[0] and len(each) == 4 for each in warm_ups)
     settings = ["no draft", "adaptive"]
     orders = settings, settings[::-1]
     found = [(each["round_id"], each["labels"][RATE], each["labels"]["setting"]) for each in result["samples"]]
@@ -133,6 +151,39 @@ def test_rates_are_shares_of_what_the_first_setting_bears(zoo: Zoo, tmp_path: Pa
     rates = sorted({row["labels"][RATE] for row in result["rows"]})
     assert np.array(rates) / rates[0] == pytest.approx([1, 2, 3, 4], rel=0.02)
     assert all(row["figures"]["within target"]["median"] == 1 for row in result["rows"])
+
+
+def test_a_critical_request_waits_from_its_arrival_to_its_first_token_or_the_end(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One place, a second per token: a critical one waits 4 s, the next 2 s by the end, and the last comes later."""
+    engine = make_engine(zoo.path("llama"), max_batch_size=1, scheduling_policy=FcfsPolicy(), max_model_len=80)
+    StepClock(engine, monkeypatch)
+    terms = [RequestTerms(priority=each) for each in ("batch", *["critical"] * 3)]
+    workload = Workload([[5]] * 4, [3, 1, 1, 1], [0.0, 0.0, 2.0, 7.0], terms)
+    assert _measure_classes(engine, workload, 4.0) == pytest.approx(
+        {
+            "tokens/s": 1,
+            "critical first token P50, ms": 3000,
+            "critical first token P90, ms": 3800,
+            "critical first token P99, ms": 3980,
+            "critical completed": 1,
+            "batch completed": 1,
+        }
+    )
+
+
+def test_first_tokens_are_timed_one_after_the_other_without_the_first(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of 1, 3 and 2 steps."""
+    engine = make_engine(zoo.path("llama"), prefill_chunk_size=16, max_model_len=80, enable_prefix_caching=False)
+    StepClock(engine, monkeypatch)
+    found = _measure_first_tokens(engine, Workload([[5], [6] * 40, [7] * 30], [1] * 3))
+    assert found == pytest.approx({"first token P50, ms": 2500, "first token P90, ms": 2900, "first token P99, ms": 2990})
+
+
+def test_decoding_is_timed_from_the_last_first_token_on(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one's comes in the third step; then there are 4 of 3 + 5 tokens, and the others take 4 s."""
+    engine = make_engine(zoo.path("llama"), prefill_chunk_size=16, max_model_len=80, enable_prefix_caching=False)
+    StepClock(engine, monkeypatch)
+    assert _measure_decoding(engine, Workload([[5], [6] * 40], [3, 5])) == {"tokens/s": 4 / 4}
 
 
 def test_gaps_between_arrivals_are_exponential_with_a_mean_of_a_second() -> None:
