@@ -461,11 +461,12 @@ def test_content_reaches_a_template_as_it_takes_it(llm: LLM, template: str, betw
 
 
 def test_swap_draft_and_metrics(llm: LLM, zoo: Zoo) -> None:
-    expected = texts(llm.generate(PROMPTS, greedy(20, ignore_eos=True), use_tqdm=False))
+    prompts = [*PROMPTS[:3], " ".join(PROMPTS)]
+    expected = texts(llm.generate(prompts, greedy(20, ignore_eos=True), use_tqdm=False))
     for draft, name in (("ngram", "ngram"), (None, "none"), (zoo.path("llama+text"), "llama")):
         llm.swap_draft(draft)
         before = llm.metrics()
-        outputs = llm.generate(PROMPTS, greedy(20, ignore_eos=True), use_tqdm=False)
+        outputs = llm.generate(prompts, greedy(20, ignore_eos=True), use_tqdm=False)
         after = llm.metrics()
         assert texts(outputs) == expected and name in after.draft
         assert after.num_finished_requests - before.num_finished_requests == 4
@@ -474,6 +475,10 @@ def test_swap_draft_and_metrics(llm: LLM, zoo: Zoo) -> None:
         assert accepted == sum(output.metrics.num_accepted_tokens for output in outputs)
         assert accepted == 80 - sum(output.metrics.num_sequence_steps for output in outputs)
         assert (accepted > 0) == (draft is not None)
+        admitted, cached = (getattr(after, name) - getattr(before, name) for name in ("num_admitted_tokens", "num_cached_tokens"))
+        lengths = [len(output.prompt_token_ids) for output in outputs]
+        assert admitted == sum(lengths) and cached == sum((length - 1) // 16 * 16 for length in lengths) > 0, "full blocks of 16"
+        assert after.prefix_cache_hit_rate == after.num_cached_tokens / after.num_admitted_tokens
     assert (after.num_running, after.num_waiting, after.kv_usage, after.draft_coverage) == (0, 0, 0.0, None)
     assert 0 < after.acceptance_rate <= 1 and 0 < after.prefix_cache_hit_rate < 1
     llm.swap_draft(zoo.path("llama~+text"))

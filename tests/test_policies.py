@@ -457,12 +457,15 @@ def test_the_service_of_users_and_their_waiting_are_counted(policy: str) -> None
 
 
 def test_users_who_asked_long_ago_are_forgotten() -> None:
+    """The first one asked again just before."""
     server = Server("fcfs", max_batch_size=9)
-    for i in range(2 * MAX_USERS):
+    later = range(MAX_USERS, 2 * MAX_USERS - 1)
+    for i in (*range(MAX_USERS), 0, *later):
         server.add({"user": str(i)})
         server.step()
     users = server.scheduler.service.users([])
-    assert list(users) == [str(i) for i in range(MAX_USERS, 2 * MAX_USERS)] and set(users.values()) == {UserMetrics(1, 1)}
+    assert list(users) == [str(i) for i in (0, *later)] and users.pop("0") == UserMetrics(2, 2)
+    assert set(users.values()) == {UserMetrics(1, 1)}
 
 
 def test_one_engine_at_a_time_uses_a_policy(zoo: Zoo) -> None:

@@ -98,6 +98,7 @@ def test_coverage_through_swaps_in_flight(zoo: Zoo, swap_space: int) -> None:
     assert (metrics.num_swapped, metrics.swap_space.num_used_blocks) == (0, 0)
     assert metrics.num_swapped_in + num_lost == metrics.num_swapped_out
     assert metrics.num_swapped_out == (metrics.num_preemptions if swap_space else 0)
+    assert metrics.num_swap_cached_tokens == SCARCE["block_size"] * engine.kv.swap_space.num_hits
     assert (metrics.num_swap_cached_tokens > 0) == (swap_space > 0)
 
 
