@@ -64,6 +64,10 @@ class Scenario:
     options: Options = field(default_factory=dict)
 
 
+class ClassBlindPolicy(FcfsPolicy):
+    """First come, first served, of requests with classes, too, which "fcfs" refuses because it does not look at them."""
+
+
 def make_scenarios(args: argparse.Namespace) -> dict[str, Scenario]:
     """All scenarios, by name; ``args`` are the command line."""
     stream = partial(_measure_stream, to_first_token=args.slo_ttft, between_tokens=args.slo_tpot)
@@ -88,7 +92,7 @@ def make_scenarios(args: argparse.Namespace) -> dict[str, Scenario]:
         ),
         "priority": Scenario(
             settings={
-                "fcfs": {"scheduling_policy": FcfsPolicy()},  # which by its name refuses classes
+                "fcfs": {"scheduling_policy": ClassBlindPolicy()},
                 "priority": {"scheduling_policy": "priority"},
             },
             draw=_draw_classes,

@@ -409,6 +409,12 @@ def test_requests_are_aborted_by_the_text_of_their_ids(llm: LLM) -> None:
             llm.abort(request_id)  # type: ignore[arg-type]
 
 
+def test_policies_that_do_not_look_at_classes_refuse_them_as_objects_too() -> None:
+    llm = LLM("demo", scheduling_policy=FairPolicy({"team": 2.0}))
+    with raises("priority='critical'", "scheduling_policy='priority'", "with 'fair', 'normal' is allowed"):
+        llm.generate("a", priority="critical")
+
+
 def test_ids_are_text_and_different(llm: LLM) -> None:
     for request_id, allowed in [
         (5, "a non-empty str"),

@@ -67,6 +67,10 @@ class WatchedPriority(PriorityPolicy):
         super().remove(request)
 
 
+class BlindFcfs(FcfsPolicy):
+    """Takes requests with classes and deadlines, too, which "fcfs" refuses because it does not look at them."""
+
+
 class WatchedFair(FairPolicy):
     def __init__(self) -> None:
         super().__init__(WEIGHTS)
@@ -369,7 +373,7 @@ def _models(zoo: Zoo) -> None:
 
 
 class Fcfs(EngineMachine):
-    make_policy = FcfsPolicy  # which by its name refuses classes and deadlines
+    make_policy = BlindFcfs
 
 
 class Priority(EngineMachine):

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
@@ -68,8 +69,13 @@ def make_front_end(zoo: Zoo, policy: SchedulingPolicy) -> FrontEnd:
     return FrontEnd(engine, make_tokenizer())
 
 
+def terms_with(front_end: FrontEnd) -> list[RequestTerms]:
+    has_classes = isinstance(front_end.engine.scheduler.policy, PriorityPolicy)
+    return TERMS if has_classes else [replace(each, priority="normal") for each in TERMS]
+
+
 def generate(front_end: FrontEnd, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[list[int]]:
-    outputs = front_end.generate(prompts, params, False, TERMS[: len(prompts)])
+    outputs = front_end.generate(prompts, params, False, terms_with(front_end)[: len(prompts)])
     assert [each.error for each in outputs] == [None] * len(outputs)
     return [each.outputs[0].token_ids for each in outputs]
 
@@ -223,7 +229,7 @@ def test_an_interrupt_of_a_swap_of_the_draft_leaves_an_engine_that_serves(zoo: Z
             is_swapping.clear()
 
     def begun() -> Iterator[RequestOutput]:
-        stream = front_end.stream(PROMPTS[0], PARAMS[0], TERMS[0])
+        stream = front_end.stream(PROMPTS[0], PARAMS[0], terms_with(front_end)[0])
         next(stream)
         return stream
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+import json
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from copy import copy, deepcopy
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import pairwise
 from os import PathLike
@@ -15,6 +16,7 @@ from typing import Any, Unpack, get_type_hints
 from unittest.mock import Mock
 from weakref import ref
 
+import numpy as np
 import pytest
 import torch
 from stepping import check_blocks, greedy
@@ -26,6 +28,7 @@ from titan.core.metrics import DraftMetrics, TierMetrics
 from titan.core.options import EngineConfig, EngineOptions, MemoryOptions, ModelOptions, ScheduleOptions, SpeculationOptions
 from titan.diagnosis import faults
 from titan.draft.ngram import NgramDrafter
+from titan.draft.replay import ReplayDrafter
 from titan.engine import choose_device
 from titan.vllm_names import TRANSLATIONS, LLMOptions
 
@@ -591,3 +594,9 @@ def test_a_dtype_for_which_nothing_is_compiled_is_told(zoo: Zoo, caplog: pytest.
         caplog.clear()
         LLM(zoo.path("llama"), **CPU | {"dtype": dtype})
         assert ("many times slower" in caplog.text) == is_told
+
+
+def test_a_numpy_integer_serves_as_a_number_of_draft_tokens_and_of_blocks() -> None:
+    llm = LLM("demo", ReplayDrafter({}, acceptance=1, vocab_size=4096, max_draft_tokens=np.int32(3)), num_kv_blocks=30)
+    llm.resize_kv_cache(np.int64(20))
+    assert json.loads(json.dumps(asdict(llm.metrics())))["num_kv_blocks"] == 20

@@ -318,8 +318,8 @@ class Engine:
         Raises:
             Exception: as `KVCache.compact`, or from a drafter that refuses its new cache; the size stays.
         """
-        requests = self.scheduler.in_flight
-        self._check_resize(check_integer("num_blocks", num_blocks, 1), requests)
+        requests, num_blocks = self.scheduler.in_flight, check_integer("num_blocks", num_blocks, 1)
+        self._check_resize(num_blocks, requests)
         if num_blocks == self.kv.num_blocks:
             return
         with self.backend.active():
@@ -428,7 +428,7 @@ class Engine:
             )
             drafter.attach(tensors["draft"])
         drafting = Drafting(drafter, self.backend, self.model_config.vocab_size)
-        max_draft_tokens = min(drafter.max_draft_tokens, self.config.speculation.max_draft_tokens)
+        max_draft_tokens = min(int(drafter.max_draft_tokens), self.config.speculation.max_draft_tokens)
         adaptive = self._make_adaptive(drafting, max_draft_tokens)
         self.kv.forget_draft(requests)
         self.kv.resize_swap_space(0, requests)

@@ -19,6 +19,7 @@ from titan.bench.load import OVER_FIRST, RATE, LoadBench, main, parse_arguments
 from titan.bench.load_scenarios import (
     LONG_LEN,
     SHORT_PER_LONG,
+    ClassBlindPolicy,
     _measure_classes,
     _measure_decoding,
     _measure_first_tokens,
@@ -26,7 +27,6 @@ from titan.bench.load_scenarios import (
 )
 from titan.bench.workloads import Workload, draw_arrivals
 from titan.core.terms import RequestTerms
-from titan.schedule.policies.fcfs import FcfsPolicy
 
 
 def options(zoo: Zoo, *more: str) -> list[str]:
@@ -155,7 +155,7 @@ def test_rates_are_shares_of_what_the_first_setting_bears(zoo: Zoo, tmp_path: Pa
 
 def test_a_critical_request_waits_from_its_arrival_to_its_first_token_or_the_end(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     """One place, a second per token: a critical one waits 4 s, the next 2 s by the end, and the last comes later."""
-    engine = make_engine(zoo.path("llama"), max_batch_size=1, scheduling_policy=FcfsPolicy(), max_model_len=80)
+    engine = make_engine(zoo.path("llama"), max_batch_size=1, scheduling_policy=ClassBlindPolicy(), max_model_len=80)
     StepClock(engine, monkeypatch)
     terms = [RequestTerms(priority=each) for each in ("batch", *["critical"] * 3)]
     workload = Workload([[5]] * 4, [3, 1, 1, 1], [0.0, 0.0, 2.0, 7.0], terms)
