@@ -43,7 +43,7 @@ from titan.core.trees import DraftTree
 from titan.diagnosis import faults
 from titan.draft.base import NoDrafter
 from titan.draft.draft_model import DraftModelDrafter
-from titan.draft.registry import DraftSpec
+from titan.draft.registry import _FACTORIES, DraftSpec, open_draft_model, register
 from titan.draft.replay import ReplayDrafter
 from titan.engine import Engine
 
@@ -335,6 +335,25 @@ def replaying(zoo: Zoo, limits: Sequence[int]) -> ReplayDrafter:
     return ReplayDrafter(recordings, acceptance=1.0, vocab_size=VOCAB_SIZE, max_draft_tokens=4)
 
 
+@pytest.mark.parametrize(("seconds", "choice"), [(0.01, "on"), (8.0, "off")])
+def test_what_a_draft_model_takes_counts_although_it_returns_a_list(
+    zoo: Zoo, seconds: float, choice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which does not tell its passes; they become slow after they were measured, or stay as they were."""
+
+    class Mine(DraftModelDrafter):
+        def propose(self, plan: StepPlan) -> Any:
+            trees = super().propose(plan)
+            return [trees[i] for i in range(trees.num_rows)]
+
+    monkeypatch.setattr("titan.draft.registry._FACTORIES", dict(_FACTORIES))
+    register("mine", lambda context: open_draft_model(zoo.path("llama"), context, Mine)())
+    machine = Machine(monkeypatch, {0: 0.01, 4: seconds})
+    engine = make_engine(zoo.path("llama"), "mine", speculation="adaptive", **AMPLE | {"max_draft_tokens": 2})
+    assert run_all(engine, PROMPTS[:1], [greedy(200, ignore_eos=True)]) == written(zoo, [200])
+    assert machine.choices[40:].count(choice) > 0.9 * len(machine.choices[40:]) > 20
+
+
 def test_a_drafter_that_is_not_fed_repeats_decisions(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     Machine(monkeypatch, target=lambda rows: 1 + rows / 1e3)
     drafter = replaying(zoo, [80] * 3)
@@ -555,8 +574,8 @@ def test_passes_of_a_device_take_what_its_marks_say(zoo: Zoo, monkeypatch: pytes
     depths = list[int]()
     engine.observers.append(lambda _, acceptance: depths.append(max(acceptance.trees.counts)))
     assert run_all(engine, PROMPTS[2:4], [greedy(16, ignore_eos=True)] * 2) == written(zoo, [0, 0, 16, 16], "thin")[2:]
-    assert {(each.draft_seconds, each.target_seconds) for each in outcomes} == {(1.0, 7.0)}
     drafting = [each for each in outcomes if each.num_nodes]
+    assert {(each.draft_seconds, each.target_seconds) for each in drafting} == {(1.0, 7.0)}
     assert len(drafting) > 2 and all(each.num_draft_rows >= each.num_nodes for each in drafting)
     assert [each.num_draft_passes for each in drafting] == [depth for depth in depths if depth]
     drafted = engine.adaptive.controller.costs.draft if engine.adaptive else None

@@ -124,7 +124,7 @@ class AdaptiveSpeculation:
         Args:
             plan: as decided.
             acceptance: of its rows.
-            growth: of its trees, if a draft model grew them.
+            growth: of its trees, if it is known.
             report: of its reviews; of none where they failed.
             times: of the step.
         """
@@ -134,9 +134,9 @@ class AdaptiveSpeculation:
         if self._repeats.is_repeat and self._decision is RESTING:
             self._repeats.note_rest()
             return
-        num_nodes, draft_seconds = acceptance.trees.num_nodes, None if growth is None else growth.seconds
-        if draft_seconds is None:
-            draft_seconds = times.draft if self.drafting.is_fed else 0.0  # a drafter without a model is a part of the host
+        num_nodes, draft_seconds = acceptance.trees.num_nodes, 0.0  # drafting of which no passes are known is a part of the host
+        if growth is not None:
+            draft_seconds = times.draft if growth.seconds is None else growth.seconds
         outcome = Outcome(
             num_nodes=num_nodes,
             num_accepted=sum(map(len, acceptance.paths)),
