@@ -222,6 +222,13 @@ def test_a_report_of_growth_that_is_not_of_these_rows_is_refused() -> None:
         of(on_device(growth=GrowthReport(1, 3, 0.1, np.zeros(2, np.float32))))
 
 
+@pytest.mark.parametrize("seconds", [0.0, -1.0, np.inf, np.nan])
+def test_passes_that_took_no_time_are_refused(seconds: float) -> None:
+    """Costs are followed by its logarithm."""
+    with pytest.raises(ValueError, match=f"gave seconds={seconds} of its growth: they must be above 0 and finite, or None"):
+        of(on_device(growth=GrowthReport(1, 3, seconds, np.zeros(3, np.float32))))
+
+
 @pytest.mark.parametrize(
     ("changes", "found"),
     [

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
+from math import inf
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -185,7 +186,7 @@ class GrowthReport(NamedTuple):
 
     num_passes: int
     num_rows: int  # tokens of all these passes
-    seconds: float | None  # duration of all these passes; None where the host does not wait for them
+    seconds: float | None  # duration of all these passes, above 0; None where the host does not wait for them
     # float32 [R], log-probability of the first child of each root, even if it was dropped; NaN: unknown
     first_scores: NDArray[np.float32]
 
@@ -330,10 +331,11 @@ class DraftTrees:
         flags = (self.is_chain, self.is_sampled, self.has_scores)
         if self.start_loc.dtype != np.int64 or any(each.dtype != np.bool_ or len(each) != self.num_rows for each in flags):
             raise ValueError(f"{name} gave start_loc or flags of another dtype or length: they must be int64 and bool, one per row")
-        if self.growth is not None and len(self.growth.first_scores) != self.num_rows:
-            raise ValueError(
-                f"{name} gave {len(self.growth.first_scores)} first_scores of its growth: they must be {self.num_rows}"
-            )
+        if (growth := self.growth) is not None:
+            if len(growth.first_scores) != self.num_rows:
+                raise ValueError(f"{name} gave {len(growth.first_scores)} first_scores of its growth: they must be {self.num_rows}")
+            if growth.seconds is not None and not 0 < growth.seconds < inf:
+                raise ValueError(f"{name} gave seconds={growth.seconds} of its growth: they must be above 0 and finite, or None")
         num_nodes = self.num_nodes
         for field_name, column, dtype in zip(NodeColumns._fields, self.nodes, NODE_DTYPES, strict=True):
             is_fine = column.shape == (num_nodes,) and column.dtype == dtype and column.device == device
