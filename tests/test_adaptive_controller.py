@@ -323,11 +323,12 @@ def test_the_best_depth_is_found_beyond_one_that_is_worse(machine: Machine, n: i
         assert best([acceptance] * n, prices).on_rate >= (1 - 1e-9) * max(rates)
 
 
+@pytest.mark.parametrize("weight", [1.0, 1 / 60], ids=["throughput", "latency"])
 @pytest.mark.parametrize(("n", "most"), [(1, 40), (2, 30), (8, 20)])
-def test_plans_may_be_as_deep_as_the_cap(n: int, most: int) -> None:
+def test_plans_may_be_as_deep_as_the_cap(n: int, most: int, weight: float) -> None:
     """Of a drafter without passes that is nearly always right, where the target's further rows cost next to nothing."""
     costs = Costs(PassCost([1, 512], [1.0, 1.001]), None)
-    candidates = [Candidate(AcceptanceCounts(), most, 1, 256, True)] * n
+    candidates = [Candidate(AcceptanceCounts(), most, 1, 256, True, weight)] * n
     assert best([0.97] * n, Prices(Load(candidates, n, 0), costs)).num_nodes == [most] * n
 
 

@@ -18,7 +18,7 @@ GRID_SIZES, GRID_DEPTHS = 16, 8
 """Numbers of nodes, and of depths, up to which all are compared; further ones are a quarter apart."""
 
 MIN_VALUE = 0.02
-"""Value below which no node is considered."""
+"""Probability to be accepted below which no node is considered."""
 
 DEBT_STEPS, DEBT_SHARE = 64, 0.5
 """Most steps over which the cost of feeding the draft what it has missed is spread, and the share of the tokens yet to come."""
@@ -161,7 +161,7 @@ def _nodes_by_value(candidates: Sequence[Candidate], acceptance: Sequence[float]
         value = each.weight
         for depth in range(1, each.max_nodes + 1):
             value *= p
-            if value < MIN_VALUE:
+            if value < MIN_VALUE * each.weight:
                 break
             nodes.append((value, depth, i))
     return sorted(nodes, key=itemgetter(0), reverse=True)
