@@ -450,20 +450,22 @@ def drafting_controller() -> tuple[Controller, Load, Outcome]:
     return controller, load, drafting
 
 
-@pytest.mark.parametrize("num_accepted", [3, 2])
-def test_plain_steps_come_although_an_outcome_stands_for_long(num_accepted: int) -> None:
+@pytest.mark.parametrize("slowness", [1.0, 1.1])
+def test_plain_steps_come_although_an_outcome_stands_for_long(slowness: float) -> None:
     """The more often, the less drafting gains; here, comparing seems to take long."""
     (controller, load, drafting), (*_, plain) = drafting_controller(), four_requests()
+    slow = {"seconds": slowness * drafting.seconds, "target_seconds": slowness * drafting.target_seconds}
+    drafting = drafting._replace(num_accepted=3, **slow)
     controller._standing._comparing.note(4, 1.0)
     in_a_row, most = 0, 0.0
     with patch.object(Standing, "note_comparison"):
         for _ in range(200):
             if num_repeats := controller.num_repeats:
-                repeat(controller, *[drafting._replace(num_accepted=num_accepted)] * num_repeats)
+                repeat(controller, *[drafting] * num_repeats)
             else:
                 controller.rest(4, 4)
                 drafts = controller.choose(load).drafts
-                controller.observe(drafting._replace(num_accepted=num_accepted) if drafts else plain)
+                controller.observe(drafting if drafts else plain)
             controller.fleet.note_draft(0.9)
             in_a_row = in_a_row + max(1, num_repeats) if drafts else 0
             gain = controller.optimum.rate / controller.optimum.off_rate - 1

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from stepping import make_request
 
+from titan.adaptive.controller import NUM_PLAIN
 from titan.adaptive.costs import FIRST_DRAFT, Costs
 from titan.adaptive.host_time import COLD_STEPS, FIRST_MORE, FIRST_STEPS, HostTime
 from titan.adaptive.load import Candidate, Load, Outcome
@@ -92,6 +93,31 @@ def test_first_steps_of_their_kind_teach_little(num_steps: int, most: float) -> 
     assert costs.draft is not None
     for ratio in (costs.target.predict(8, 0) / 2.0, costs.draft.predict(4, 0) / 1.4):
         assert most - 0.1 < ratio < most + 0.02
+
+
+def test_plain_steps_between_drafts_may_show_that_they_take_longer_now() -> None:
+    """By a sixth, which the first steps of their kind take anyway; else what they take would only ever seem to fall."""
+    costs = Costs(cost(), cost())
+    for factor in (1.0, 7 / 6):
+        for _ in range(60):
+            costs.note_drafting(load(4), Outcome(64, 32, 16, 64, 16 * 3.9, 16 * 1.4, 16 * 2.0), [1] * 4, 16)
+            for _ in range(NUM_PLAIN):
+                costs.note_plain(load(4), 4, Outcome(0, 0, 0, 0, factor * (1.4 + 0.5), 0.0, factor * 1.4))
+        assert costs.host.predict(4) == pytest.approx(factor * 0.5, rel=0.01)
+        assert costs.target.predict(4, 0) == pytest.approx(factor * 1.4, rel=0.03)
+
+
+def test_what_long_passes_took_counts_less_after_steps_that_nobody_saw() -> None:
+    """As there are none of them where nothing is drafted."""
+    found = list[float]()
+    for num_unseen in (0, 2000):
+        costs = Costs(cost(), None)
+        for _ in range(40):
+            costs.target.note(16, 0, 3 * 3.2)
+            costs.target.note(4, 0, 1.4)
+        costs.note_plain(load(4), 4, Outcome(0, 0, 0, 0, 1.9, 0.0, 1.4), num_unseen)
+        found.append(costs.target.predict(16, 0) / 3.2)
+    assert found[0] > 2.5 and found[1] < 2.0
 
 
 def test_host_time_of_the_first_step_that_drafts_is_that_of_a_cold_one() -> None:

@@ -23,7 +23,7 @@ from math import ceil
 from operator import is_
 from typing import NamedTuple
 
-from titan.adaptive.costs import Costs
+from titan.adaptive.costs import COLD_PLAIN_STEPS, Costs
 from titan.adaptive.load import Candidate, Load, Outcome
 from titan.adaptive.optimum import MARGIN, Optimum, Prices, best
 from titan.adaptive.probes import Probes
@@ -41,7 +41,7 @@ REST_STEPS = 16
 IDLE_FADE = 0.975
 """Share that counts keep of a request's drafts per step in which it does not draft, and of all drafts if none does."""
 
-PLAIN_STEPS, PLAIN_GAIN, NUM_PLAIN = 16, 0.05, 3
+PLAIN_STEPS, PLAIN_GAIN, NUM_PLAIN = 16, 0.05, COLD_PLAIN_STEPS + 1
 """Drafting steps after which some are plain, to see what such steps cost; twice as many if drafting gains that share, and so on;
 and how many are plain."""
 

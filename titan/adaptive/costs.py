@@ -11,6 +11,9 @@ from titan.adaptive.pass_cost import PassCost
 COLD = 1.3
 """How many times as long the first steps with, or without, drafts may take, because of cold caches."""
 
+COLD_PLAIN_STEPS = 2
+"""First steps without drafts that find cold caches: fewer than come in a row between drafts, for one to tell what they take now."""
+
 FIRST_DRAFT = 1.5
 """How many times as much of the host's time the first drafts of all take as later ones."""
 
@@ -120,7 +123,7 @@ class Costs:
         """Count steps, and return whether any of them is among the first of its kind."""
         num_before = self._num_alike if is_drafting == self._was_drafting else 0
         self._num_alike, self._was_drafting = num_before + num_steps, is_drafting
-        return num_before < COLD_STEPS
+        return num_before < (COLD_STEPS if is_drafting else COLD_PLAIN_STEPS)
 
     def _note_host(self, num_requests: int, num_drafting: int, seconds: float, is_cold: bool, num_steps: int = 1) -> None:
         if num_drafting and not self.host.has_drafted:  # it may be the only one for long
