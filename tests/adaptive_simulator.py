@@ -133,6 +133,8 @@ class Policy(Listener, Protocol):
 
     def observe(self, outcome: Outcome) -> None: ...
 
+    def note_repeat(self, fields: tuple[float, ...]) -> None: ...
+
 
 class Fixed:
     """Each request drafts as many nodes in each step; the last number is that of all further requests."""
@@ -158,10 +160,7 @@ class Fixed:
     def observe(self, outcome: Outcome) -> None:
         pass
 
-    def note_repeat(self, num_accepted: int) -> None:
-        raise NotImplementedError
-
-    def observe_repeats(self, outcomes: Sequence[Outcome]) -> None:
+    def note_repeat(self, fields: tuple[float, ...]) -> None:
         raise NotImplementedError
 
 
@@ -277,7 +276,7 @@ class Fleet:
         passes = num_passes, draft_rows
         outcome = Outcome(total, emitted - n, *passes, seconds, draft_seconds, target_seconds, deciding, *review)
         if is_repeat:
-            self.repeats.note(outcome)
+            policy.note_repeat(outcome)
         else:
             policy.observe(outcome)
         return emitted, seconds + deciding, total

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -225,7 +225,7 @@ class Unmeasured(Controller):
 @pytest.mark.parametrize(
     ("machine", "slow", "kind", "num_steps"),
     [
-        (DEMO, replace(DEMO, host=lambda n, drafting: DEMO.host(n, drafting) + 0.02 * (drafting > 0)), Controller, 12_000),
+        (DEMO, replace(DEMO, host=lambda n, drafting: DEMO.host(n, drafting) + 0.02 * (drafting > 0)), Controller, 16_000),
         (GPU, replace(GPU, draft=lambda rows, context: 8 * GPU.draft(rows, context)), Unmeasured, 1500),
     ],
     ids=["host", "draft"],
@@ -237,7 +237,7 @@ def test_what_slowed_drafting_alone_is_forgotten(machine: Machine, slow: Machine
     for each, count in ((machine, 200), (slow, 300), (machine, num_steps), (machine, 100)):
         fleet.machine = each
         shares.append(float(np.mean(np.array(fleet.run(policy, count).nodes) > 0)))
-    assert shares[1] < 0.3 < 0.8 < shares[3]
+    assert shares[1] < 0.4 < 0.8 < shares[3]
 
 
 @pytest.mark.parametrize(("acceptance", "least"), [(0.2, 0.965), (0.9, 1.4)])
@@ -409,8 +409,7 @@ def repeat(controller: Controller, *outcomes: Outcome) -> None:
     repeats = Repeats(controller)
     for outcome in outcomes:
         assert repeats.begin(True)
-        repeats.note(outcome)
-    repeats.begin(False)
+        controller.note_repeat(outcome)
 
 
 def four_requests(num_missing: int = 2) -> tuple[Load, Outcome, Outcome]:
@@ -572,16 +571,6 @@ def test_drafts_that_did_not_come_are_not_repeated() -> None:
     controller.observe(outcome)
     assert controller.choose(load).is_steady  # for a step that then runs in parts
     assert not controller.num_repeats
-
-
-def test_a_repeated_step_that_drafted_nothing_is_the_last() -> None:
-    controller, outcome = Mock(num_repeats=5), Outcome(2, 0, 1, 1, 1.0, 0.1, 0.5)
-    repeats, failed = Repeats(controller), outcome._replace(num_nodes=0)
-    for each in (outcome, failed):
-        assert repeats.begin(True)
-        repeats.note(each)
-    assert not repeats.begin(True)
-    controller.observe_repeats.assert_called_once_with([outcome, failed])
 
 
 @pytest.mark.parametrize("num_missing", [1, 40])

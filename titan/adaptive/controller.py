@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import starmap
 from math import ceil
 from operator import is_
 from typing import NamedTuple
@@ -53,7 +54,7 @@ LEAST_MORE, MOST_LONGER = 0.01, 4.0
 it may then have been."""
 
 LONG_REPEAT = 2.0
-"""Repeated steps that take more than this many times as long as planned are learned from one by one, the others from their sum."""
+"""Steps that take more than this many times as long as planned are learned from one by one, others that do alike from their sum."""
 
 MAX_FEED, FEED_DRAFTS = 1.0, 8.0
 """Plain steps in whose time the draft may be fed in one step what it has missed of several requests; and the number of drafts from
@@ -104,6 +105,7 @@ class Controller:
         self._compared: Sequence[AcceptanceCounts] = ()  # of the candidates of the last comparison
         self._load: Load = Load((), 0, 0)
         self._decision = Decision([], (), ())
+        self._alike: list[tuple[float, ...]] = []  # what came of the last decision, and of its repeats
         # steps that were not learned from yet: those that did alike, the total of what came of them, and their number
         self._unlearned: list[tuple[Load, Decision, Outcome, int]] = []
 
@@ -154,6 +156,8 @@ class Controller:
             load: of the step.
             has_room: whether room is reserved for drafts; without it, nothing is drafted in this step.
         """
+        if self._alike:
+            self._end_repeats()
         self._load, self.num_repeats = load, 0
         if not _are_same(self._compared, [each.counts for each in load.candidates]):
             self._standing.end()
@@ -256,41 +260,50 @@ class Controller:
         account of probes: all at once, this takes a quarter of the time that it takes step by step, each with cold caches.
         """
         decision = self._decision
-        self._unlearned.append((self._load, decision, outcome, 1))
         self.has_tried |= decision.drafts or bool(decision.reviewed)
         if self._has_compared:
             self._standing.note_comparison(outcome.deciding_seconds)
+        if decision.is_steady:
+            num_until_plain = ceil(self._plain_after - self._num_since_plain) - 1
+            self.num_repeats = max(0, min(self._standing.num_left, num_until_plain))
+            self.note_repeat(outcome)
+            return
+        self._unlearned.append((self._load, decision, outcome, 1))
         if decision.probed or not self.optimum.drafts:
             self._learn()
         if decision.is_probe and self._may_pay(decision.probed):
             self._standing.end()
-        if decision.is_steady:
-            self._standing.note_drafts(outcome.num_accepted)
-            num_until_plain = ceil(self._plain_after - self._num_since_plain) - 1
-            self.num_repeats = max(0, min(self._standing.num_left, num_until_plain)) if outcome.num_nodes else 0
 
     def _may_pay(self, probed: Sequence[int]) -> bool:
         """Whether drafting may pay after a probe: it was hoped for, or someone showed more than was hoped for."""
         shown = [own_acceptance(self._load.candidates[i].counts, self.fleet.agreement) for i in probed]
         return any(self._hoped) or any(p > self._estimates.bounds[i] for p, i in zip(shown, probed, strict=True))
 
-    def note_repeat(self, num_accepted: int) -> None:
-        """Take note of what drafts brought in a step that drafted as the last one that was decided; it may be the last of these."""
+    def note_repeat(self, fields: tuple[float, ...]) -> None:
+        """Take note of a step that drafted as the last one that was decided, which is the first of these; it may be the last.
+
+        Args:
+            fields: of its `Outcome`, which nobody makes of each step, for that takes longer than the rest of this.
+        """
+        num_nodes, num_accepted = fields[:2]
+        self._alike.append(fields)
         self._standing.note_drafts(num_accepted)
-        if self._standing.num_left <= 0:
+        if self._standing.num_left <= 0 or not num_nodes:
             self.num_repeats = 0
 
-    def observe_repeats(self, outcomes: Sequence[Outcome]) -> None:
-        """Take note of all such steps, to be learned from together."""
-        num_steps, num_tokens = len(outcomes), sum([len(self._load.candidates) + each.num_accepted for each in outcomes])
-        self._standing.pass_steps(num_steps)
-        self._num_since_plain += num_steps
+    def _end_repeats(self) -> None:
+        """Let the last decision be learned from together with all steps that repeated it."""
+        outcomes = [*starmap(Outcome, self._alike)]
+        num_repeats, num_tokens = len(outcomes) - 1, sum([len(self._load.candidates) + each.num_accepted for each in outcomes])
+        self._standing.pass_steps(num_repeats)
+        self._num_since_plain += num_repeats
         load = self._load._replace(num_context_tokens=self._load.num_context_tokens + num_tokens // 2)
         most = LONG_REPEAT * self.optimum.seconds
         usual = [each for each in outcomes if each.seconds <= most]
         if usual:
             self._unlearned.append((load, self._decision, Outcome.total(usual), len(usual)))
         self._unlearned += [(load, self._decision, each, 1) for each in outcomes if each.seconds > most]
+        self._alike.clear()
 
     def _learn(self) -> None:
         """Learn from the steps that were observed."""

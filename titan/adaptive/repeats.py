@@ -1,12 +1,9 @@
-"""Steps that do as the one before them, of which a controller hears together."""
+"""Steps that do as the one before them, without being decided."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
-
-from titan.adaptive.load import Outcome
 
 
 class Listener(Protocol):
@@ -16,12 +13,6 @@ class Listener(Protocol):
 
     def repeat_rest(self, num_steps: int) -> None:
         """Hear of steps like the last rest."""
-
-    def note_repeat(self, num_accepted: int) -> None:
-        """Hear at once what drafts brought in a step that drafted as the last one that was decided; it may be the last one."""
-
-    def observe_repeats(self, outcomes: Sequence[Outcome]) -> None:
-        """Hear of all such steps."""
 
 
 @dataclass(slots=True)
@@ -34,7 +25,6 @@ class Repeats:
     controller: Listener
     is_repeat: bool = False  # whether the present step is one
     _num_rested: int = 0
-    _outcomes: list[Outcome] = field(default_factory=list)
 
     def begin(self, is_alike: bool) -> bool:
         """Return whether a step repeats the last decision, and need not be decided.
@@ -48,18 +38,8 @@ class Repeats:
         elif self._num_rested:
             self.controller.repeat_rest(self._num_rested)
             self._num_rested = 0
-        elif self._outcomes:
-            self.controller.observe_repeats(self._outcomes)
-            self._outcomes = []
         return self.is_repeat
 
     def note_rest(self) -> None:
         """Note a repeated step in which the controller rests."""
         self._num_rested += 1
-
-    def note(self, outcome: Outcome) -> None:
-        """Note a repeated step that was to draft; if it did not, the next one is decided on again."""
-        self._outcomes.append(outcome)
-        self.controller.note_repeat(outcome.num_accepted)
-        if not outcome.num_nodes:
-            self.controller.num_repeats = 0

@@ -134,25 +134,17 @@ class AdaptiveSpeculation:
         if self._repeats.is_repeat and self._decision is RESTING:
             self._repeats.note_rest()
             return
-        num_nodes, draft_seconds = acceptance.trees.num_nodes, 0.0  # drafting of which no passes are known is a part of the host
+        draft_seconds, passes = 0.0, (0, 0)  # drafting of which no passes are known is a part of the host
         if growth is not None:
             draft_seconds = times.draft if growth.seconds is None else growth.seconds
-        outcome = Outcome(
-            num_nodes=num_nodes,
-            num_accepted=sum(map(len, acceptance.paths)),
-            num_draft_passes=0 if growth is None else growth.num_passes,
-            num_draft_rows=0 if growth is None else growth.num_rows,
-            seconds=times.recurring,
-            draft_seconds=draft_seconds,
-            target_seconds=times.target,
-            deciding_seconds=times.prepare,
-            review_rows=report.num_rows,
-            review_seconds=report.seconds,
-        )
+            passes = growth.num_passes, growth.num_rows
+        num_nodes, num_accepted = acceptance.trees.num_nodes, sum(map(len, acceptance.paths))
+        fields = (num_nodes, num_accepted, *passes, times.recurring, draft_seconds, times.target, times.prepare)
         if self._repeats.is_repeat:
-            self._repeats.note(outcome)
+            self.controller.note_repeat(fields)
             self._num_unfollowed += 1
             return
+        outcome = Outcome(*fields, report.num_rows, report.seconds)
         if self._decision is RESTING:
             self.controller.observe_rest(self._load, len(self._rows), outcome)
         else:

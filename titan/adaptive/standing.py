@@ -38,8 +38,8 @@ class Standing:
     _num_nodes: int = 0  # that came out, of all requests
     _dwell: int = DWELL  # steps that it may stand for
     _usual: float = 0.0  # tokens that the drafts of a step brought when it stood before; 0: it did not
-    _brought: int = 0  # by drafts in steps as planned since settings were compared
-    _num_brought: int = 0  # such steps
+    _brought: float = 0  # by drafts in steps as planned since settings were compared
+    _num_brought: float = 0  # such steps
     _lack: float = 0.0  # tokens that these brought less than half of what is usual, since they last brought more
     _size: tuple[int, int] = (0, 0)  # requests and rows of that load
     _num_new: int = 0  # requests since
@@ -64,13 +64,14 @@ class Standing:
         """Let the outcome stand no longer."""
         self.num_left = 0
 
-    def note_drafts(self, num_accepted: int) -> None:
+    def note_drafts(self, num_accepted: float) -> None:
         """Add what drafts brought in a step as planned. If it is much less than it was, the outcome stands no longer."""
         self._brought += num_accepted
         self._num_brought += 1
-        self._lack = max(0.0, self._lack + self._usual / 2 - num_accepted)
-        if self._lack > LACK * (1 + self._usual):
-            self.num_left, self._dwell = 0, DWELL // 2
+        if self._usual:
+            self._lack = max(0.0, self._lack + self._usual / 2 - num_accepted)
+            if self._lack > LACK * (1 + self._usual):
+                self.num_left, self._dwell = 0, DWELL // 2
 
     def renew(self, load: Load, planned: Sequence[int], num_drafts: float, plain_seconds: float) -> None:
         """Begin anew.
