@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import Any
 
 import torch
@@ -22,6 +23,11 @@ BLOCK_SIZE = 16
 def threads_on(device: torch.device) -> int | None:
     """Return the threads of a CPU for `choose_backend` and `LLM`: those that --threads gives PyTorch and other engines, too."""
     return torch.get_num_threads() if device.type == "cpu" else None
+
+
+def kernels_of(backend: Backend) -> str:
+    """Return what runs the operations of a back end, without the file on this machine that compiled ones are in."""
+    return re.sub(r"(, compiled by [^:]*): .*", r"\1", backend.facts()["kernels"])
 
 
 def engine_options(args: argparse.Namespace, max_batch_size: int, max_model_len: int, **options: Any) -> dict[str, Any]:
