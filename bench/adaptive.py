@@ -29,7 +29,7 @@ import numpy as np
 from titan.bench.draft_recipes import DraftRecipe, LoadedDraft, Models
 from titan.bench.engine_run import make_idle, run_first_steps, run_workload
 from titan.bench.hopeless_drafts import HalfHopelessDrafter, load_shuffled
-from titan.bench.loading import engine_options, kernels_of, load_target, threads_on
+from titan.bench.loading import engine_options, kernels_of, load_target, open_backend
 from titan.bench.options import add_draft, add_target, bench_parser, model_options, parse, positive
 from titan.bench.prompts import prompt_stream
 from titan.bench.report import Report, count, figure_table, in_one_round, measure_and_publish
@@ -44,7 +44,6 @@ from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.ngram import NgramDrafter
 from titan.draft.registry import open_drafter
 from titan.engine import Engine
-from titan.kernels.backend import choose_backend, choose_device
 
 OFF, FIXED, ADAPTIVE = "off", "fixed", "adaptive"
 """Settings; the second is followed by a number of draft tokens."""
@@ -79,8 +78,7 @@ class AdaptiveBench:
         longest_step = 1 + EngineConfig().speculation.max_draft_tokens
         self._output_len = args.first_steps * longest_step + 1 if args.first_steps else args.output_len
         self._prompts = prompt_stream(args.model, args.prompts, args.prompt_len, args.seed, **model_options(args))
-        device = choose_device(args.device)
-        self._backend = choose_backend(device, threads_on(device))
+        self._backend = open_backend(args.device)
         self._target, self._tokenizer = load_target(args, self._backend)
         self._drafts: Models = {}
         self._engines: dict[str, Engine] = {}

@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 
 from titan.bench.engine_run import make_idle, run_workload
 from titan.bench.load_scenarios import Scenario, make_scenarios
-from titan.bench.loading import engine_options, kernels_of, load_target, threads_on
+from titan.bench.loading import engine_options, kernels_of, load_target, open_backend
 from titan.bench.options import above_zero, add_draft, add_target, bench_parser, parse, positive
 from titan.bench.report import Report, count, figure_table, measure_and_publish
 from titan.bench.runs import Run
@@ -43,7 +43,6 @@ from titan.bench.workloads import Lengths, Workload, draw_arrivals
 from titan.core.dtypes import RUN_DTYPES
 from titan.core.options import EngineConfig
 from titan.engine import Engine
-from titan.kernels.backend import choose_backend, choose_device
 
 NAMES = ("rates", "long-prompts", "priority", "fair", "prefix", "int8", "int8-memory")
 QUICK = {"num_requests": 22, "seconds": 5.0, "rounds": 1, "output_len": Lengths(8, 16), "max_batch_size": 8}
@@ -68,8 +67,7 @@ class LoadBench:
         self.args = args
         self.samples: list[Sample] = []
         self.problems: list[str] = []
-        device = choose_device("auto")
-        self._backend = choose_backend(device, threads_on(device))
+        self._backend = open_backend()
         self._target, self._tokenizer = load_target(args, self._backend)
         args.max_len = self._target.config.max_position_embeddings
         args.bytes_per_token = self._target.kv_layout.bytes_per_token

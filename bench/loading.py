@@ -10,6 +10,7 @@ import torch
 
 from titan.bench.options import model_options
 from titan.core.limits import MAX_NODES
+from titan.kernels.backend import choose_backend, choose_device
 from titan.kernels.interfaces import Backend, Model
 from titan.models.decoder import Decoder
 from titan.models.files import ModelFiles, resolve_model
@@ -23,6 +24,12 @@ BLOCK_SIZE = 16
 def threads_on(device: torch.device) -> int | None:
     """Return the threads of a CPU for `choose_backend` and `LLM`: those that --threads gives PyTorch and other engines, too."""
     return torch.get_num_threads() if device.type == "cpu" else None
+
+
+def open_backend(device: str = "auto") -> Backend:
+    """Choose the back end of a device, with the threads of the command line on a CPU."""
+    chosen = choose_device(device)
+    return choose_backend(chosen, threads_on(chosen))
 
 
 def kernels_of(backend: Backend) -> str:

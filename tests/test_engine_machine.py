@@ -26,6 +26,7 @@ from stepping import AMPLE, DEFAULTS, check_blocks, drain, submit
 from torch import Tensor
 from zoo import EOS_TOKEN_IDS, Zoo, random_prompts
 
+from titan.bench.load_scenarios import ClassBlindPolicy
 from titan.core.options import EngineConfig
 from titan.core.policy import SchedulingPolicy
 from titan.core.request import Request
@@ -39,7 +40,6 @@ from titan.models.decoder import Decoder
 from titan.models.files import ModelFiles
 from titan.models.loader import load_model, open_model
 from titan.schedule.policies.fair import FairPolicy
-from titan.schedule.policies.fcfs import FcfsPolicy
 from titan.schedule.policies.priority import PriorityPolicy
 
 MAX_PROMPT_LEN, MAX_TOKENS = 44, 24
@@ -65,10 +65,6 @@ class WatchedPriority(PriorityPolicy):
     def remove(self, request: Request) -> None:
         self.num_starts += not request.is_finished
         super().remove(request)
-
-
-class BlindFcfs(FcfsPolicy):
-    """Takes requests with classes and deadlines, too, which "fcfs" refuses because it does not look at them."""
 
 
 class WatchedFair(FairPolicy):
@@ -373,7 +369,7 @@ def _models(zoo: Zoo) -> None:
 
 
 class Fcfs(EngineMachine):
-    make_policy = BlindFcfs
+    make_policy = ClassBlindPolicy
 
 
 class Priority(EngineMachine):

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from titan.bench.loading import threads_on
+from titan.bench.loading import open_backend
 from titan.core.batch import QueryRow, RaggedBatch, build_batch
 from titan.core.kv_tensor import KVTensor
-from titan.kernels.backend import choose_backend, choose_device
 from titan.kernels.interfaces import Backend, PassCounts, PassLimits, Runner
 from titan.models.files import ModelFiles
 from titan.models.loader import load_model, open_model
@@ -32,8 +31,7 @@ NUM_EXPERTS, TOP_K = 32, 4
 @cache
 def backend() -> Backend:
     """The one that is chosen on this machine."""
-    device = choose_device("auto")
-    return choose_backend(device, threads_on(device))
+    return open_backend()
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ class Standing:
     _dwell: int = DWELL  # steps that it may stand for
     _usual: float = 0.0  # tokens that the drafts of a step brought when it stood before; 0: it did not
     _brought: float = 0  # by drafts in steps as planned since settings were compared
-    _num_brought: float = 0  # such steps
+    _num_brought: int = 0  # such steps
     _lack: float = 0.0  # tokens that these brought less than half of what is usual, since they last brought more
     _size: tuple[int, int] = (0, 0)  # requests and rows of that load
     _num_new: int = 0  # requests since
