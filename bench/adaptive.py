@@ -29,7 +29,7 @@ import numpy as np
 from titan.bench.draft_recipes import DraftRecipe, LoadedDraft, Models
 from titan.bench.engine_run import make_idle, run_first_steps, run_workload
 from titan.bench.hopeless_drafts import HalfHopelessDrafter, load_shuffled
-from titan.bench.loading import engine_options, kernels_of, load_target, open_backend
+from titan.bench.loading import engine_options, load_target, open_backend
 from titan.bench.options import add_draft, add_target, bench_parser, model_options, parse, positive
 from titan.bench.prompts import prompt_stream
 from titan.bench.report import Report, count, figure_table, in_one_round, measure_and_publish
@@ -154,7 +154,7 @@ class AdaptiveBench:
         ]
         results: dict[str, Sequence[Row | Sample]] = {"rows": rows, "samples": samples}
         tables = [figure_table("Tokens/s", rows, ["at once", "setting"], COLUMNS)]
-        versions = {"kernels": kernels_of(self._backend)}
+        versions = {"kernels": self._backend.facts()["kernels"]}
         return Report("Adaptive speculation", adaptive_answer(rows), results, tables, notes, self.problems, versions)
 
 

@@ -25,7 +25,7 @@ from statistics import geometric_mean
 from titan import LLM, SamplingParams
 from titan.bench.draft_recipes import DraftRecipe, Models
 from titan.bench.engine_run import NUM_DEPTHS, make_idle, run_workload
-from titan.bench.loading import engine_options, kernels_of, threads_on
+from titan.bench.loading import engine_options, threads_on
 from titan.bench.options import add_draft_weight_bits, add_target, bench_parser, model_options, parse, positive
 from titan.bench.prompts import SOURCES, SYNTHETIC, prompt_stream
 from titan.bench.report import Report, count, figure_table, in_one_round, measure_and_publish
@@ -167,7 +167,7 @@ class DraftBench:
             ],
             [about, *NOTES],
             self.problems,
-            {"kernels": kernels_of(self.engine.backend)},
+            {"kernels": self.engine.backend.facts()["kernels"]},
         )
 
 

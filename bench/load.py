@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 
 from titan.bench.engine_run import make_idle, run_workload
 from titan.bench.load_scenarios import Scenario, make_scenarios
-from titan.bench.loading import engine_options, kernels_of, load_target, open_backend
+from titan.bench.loading import engine_options, load_target, open_backend
 from titan.bench.options import above_zero, add_draft, add_target, bench_parser, parse, positive
 from titan.bench.report import Report, count, figure_table, measure_and_publish
 from titan.bench.runs import Run
@@ -171,7 +171,7 @@ class LoadBench:
         ]
         results: dict[str, Sequence[Row | Sample]] = {"rows": rows, "samples": samples}
         answer = f"{'; '.join(answers)}." if answers else "No setting could be compared with the first."
-        versions = {"kernels": kernels_of(self._backend)}
+        versions = {"kernels": self._backend.facts()["kernels"]}
         return Report("A server's load", answer, results, tables, notes, self.problems, versions)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from typing import Any
 
 import torch
@@ -30,11 +29,6 @@ def open_backend(device: str = "auto") -> Backend:
     """Choose the back end of a device, with the threads of the command line on a CPU."""
     chosen = choose_device(device)
     return choose_backend(chosen, threads_on(chosen))
-
-
-def kernels_of(backend: Backend) -> str:
-    """Return what runs the operations of a back end, without the file on this machine that compiled ones are in."""
-    return re.sub(r"(, compiled by [^:]*): .*", r"\1", backend.facts()["kernels"])
 
 
 def engine_options(args: argparse.Namespace, max_batch_size: int, max_model_len: int, **options: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from titan.bench.loading import kernels_of, threads_on
+from titan.bench.loading import threads_on
 from titan.bench.modes import (
     MODES,
     PEERS,
@@ -113,7 +113,7 @@ class ThroughputBench:
         for dtype in args.dtype:
             with load_modes(args.modes, {**self._options, "dtype": dtype}, args.peer, self.problems) as loaded:
                 if loaded.engine is not None:
-                    self.versions["kernels"] = kernels_of(loaded.engine.backend)
+                    self.versions["kernels"] = loaded.engine.backend.facts()["kernels"]
                 for process in loaded.processes.values():
                     self.versions |= process.versions
                 num_turns = args.rounds * sum(len(modes_at(loaded.runs, each)) for each in args.concurrency)

@@ -88,12 +88,12 @@ def test_the_wheel_generates(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     wheel.extractall(tmp_path)
     code = (
         "import sys, importlib.metadata, titan; from titan.kernels.cpu import kinds, library; print(titan.__file__); "
-        "print(library.load_library(kinds.choose_kind()).description); "
+        "print(library.load_library(kinds.choose_kind()).path); "
         "sys.exit(importlib.metadata.distribution('titan-spec').entry_points['titan'].load()())"
     )
     env = {"PYTHONPATH": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", CPU_KERNELS: "auto"}
     lines = run(
         "-c", code, "generate", "def f(", "--max-tokens", "8", "--speculation", "fixed", "--json", cwd=tmp_path, **env
     ).splitlines()
-    assert lines[:2] == [str(tmp_path / "titan" / "__init__.py"), load_library(kinds_here()[0]).description]
+    assert lines[:2] == [str(tmp_path / "titan" / "__init__.py"), str(load_library(kinds_here()[0]).path)]
     assert json.loads(lines[2])["metrics"]["proposed_per_depth"]

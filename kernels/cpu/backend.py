@@ -67,6 +67,9 @@ class CpuBackend(TorchBackend):
     def download(self, tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
         return [tensor.numpy() for tensor in tensors]
 
+    def facts(self) -> dict[str, str]:
+        return super().facts() | {"library": str(self._kernels.path or "not kept")}
+
 
 def _has_kernels(dtype: torch.dtype, traits: frozenset[str]) -> bool:
     """Whether linear layers and attention of such a model are in C++."""

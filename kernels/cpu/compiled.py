@@ -32,7 +32,7 @@ class CompiledKernels:
 
     def __init__(self, loaded: LoadedLibrary, num_threads: int | None = None) -> None:
         assert loaded.library is not None, loaded.description
-        self.description = loaded.description
+        self.description, self.path = loaded.description, loaded.path
         self.num_threads = num_threads or min(available_cores(), torch_threads())
         self._find = loaded.library.find_function
         self._find.restype, self._find.argtypes = POINTER, [ctypes.c_char_p, INT]

@@ -52,6 +52,7 @@ class LoadedLibrary:
 
     library: ctypes.CDLL | None
     description: str  # for people
+    path: Path | None = None  # of the file that is kept
 
 
 @cache
@@ -80,7 +81,7 @@ def load_library(kind: Kind) -> LoadedLibrary:
                 )
     except (OSError, subprocess.SubprocessError, ValueError) as error:  # the last of a CXX that is no command
         return _without_library(f"{compiler}: {_reason(error)}")
-    return LoadedLibrary(library, f"{kind.name} ({kind.description}), compiled by {compiler}: {path or 'not kept'}")
+    return LoadedLibrary(library, f"{kind.name} ({kind.description}), compiled by {compiler}", path)
 
 
 def _without_library(reason: str) -> LoadedLibrary:

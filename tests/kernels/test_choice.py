@@ -40,7 +40,8 @@ def test_a_cpu_with_a_compiler_gets_cpp_of_the_kind_that_the_environment_says(ch
     backend = choose_backend(CPU, 3)
     assert type(backend) is CpuBackend and backend.facts()["device"] == "cpu, 3 threads"
     kind = next(kind for kind in kinds_here() if choice in ("auto", kind.name))
-    assert backend.facts()["kernels"] == load_library(kind).description
+    loaded = load_library(kind)
+    assert (backend.facts()["kernels"], backend.facts()["library"]) == (loaded.description, str(loaded.path or "not kept"))
 
 
 @pytest.mark.parametrize("name", ["torch", "cpu", "triton"])

@@ -22,7 +22,7 @@ from titan.core.sampling_rows import OPTIONS
 from titan.kernels.cpu import library as cpu_library
 from titan.kernels.cpu import structs
 from titan.kernels.cpu.kinds import KINDS, Kind
-from titan.kernels.cpu.library import load_library
+from titan.kernels.cpu.library import LoadedLibrary, load_library
 
 *_, AVX512, AVX2, NATIVE = KINDS
 COMPILER = next(filter(shutil.which, cpu_library.COMPILERS), None)
@@ -40,19 +40,19 @@ def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     load_library.cache_clear()
 
 
-def load_again(kind: Kind = NATIVE) -> str:
+def load_again(kind: Kind = NATIVE) -> LoadedLibrary:
     load_library.cache_clear()
     loaded = load_library(kind)
     assert loaded.library is not None, loaded.description
-    return loaded.description
+    return loaded
 
 
 def test_it_is_compiled_once_for_a_source_and_again_where_it_was_cut_off(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    description = load_again()
+    loaded = load_again()
     (built,) = (tmp_path / "titan").iterdir()
-    assert str(built) in description
+    assert loaded.path == built
     cut_off = tmp_path / "other" / "titan" / built.name  # of a path that this process has loaded, the system reads no file
     cut_off.parent.mkdir(parents=True)
     cut_off.write_bytes(built.read_bytes()[:-1])  # it could be loaded
@@ -150,8 +150,9 @@ def test_without_a_cache_folder_nothing_is_left_behind_and_a_compiler_may_have_o
         monkeypatch.setattr(Path, "home", MagicMock(side_effect=RuntimeError("Could not determine home directory.")))
     (temporary := tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    assert load_again().endswith(f"compiled by {COMPILER} -DNOTHING: not kept")
-    assert load_library(NATIVE).library.one() == 1  # type: ignore[union-attr]
+    loaded = load_again()
+    assert loaded.description.endswith(f"compiled by {COMPILER} -DNOTHING") and loaded.path is None
+    assert loaded.library.one() == 1  # type: ignore[union-attr]
     assert list(temporary.iterdir()) == list(tmp_path.glob("titan/*")) == []
     assert "this is done at every start, because the cache folder cannot be written, or what is in it not be run" in caplog.text
 
@@ -169,7 +170,8 @@ def test_what_is_kept_but_cannot_be_loaded_is_compiled_again(
         return load(path)
 
     monkeypatch.setattr(ctypes, "CDLL", load_elsewhere)
-    assert load_again().endswith("not kept") and load_library(NATIVE).library.one() == 1  # type: ignore[union-attr]
+    loaded = load_again()
+    assert loaded.path is None and loaded.library.one() == 1  # type: ignore[union-attr]
     assert "this is done at every start" in caplog.text
 
 
@@ -184,7 +186,7 @@ def test_a_compiler_behind_a_launcher_is_asked_for_its_own_version(monkeypatch: 
 def test_each_kind_has_a_file_of_its_own_with_its_instructions(tmp_path: Path) -> None:
     source = 'extern "C" int number() {\n#ifdef __AVX512F__\nreturn 512;\n#else\nreturn 2 * __AVX2__;\n#endif\n}\n'
     cpu_library.SOURCE.write_text(source, encoding="utf-8")
-    assert len({load_again(kind) for kind in (AVX512, AVX2, AVX512)}) == len(list((tmp_path / "titan").iterdir())) == 2
+    assert len({load_again(kind).path for kind in (AVX512, AVX2, AVX512)}) == len(list((tmp_path / "titan").iterdir())) == 2
     assert [load_library(kind).library.number() for kind in (AVX512, AVX2)] == [512, 2]  # type: ignore[union-attr]
 
 
