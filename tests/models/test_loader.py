@@ -75,6 +75,25 @@ def test_of_several_weights_those_of_transformers_are_loaded(tmp_path: Path, cho
     assert_writes_as(AutoModelForCausalLM.from_pretrained(tmp_path), tmp_path, model_impl=model_impl)
 
 
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+@pytest.mark.parametrize("place", ["the same in two files", "the index names the last"])
+def test_a_weight_may_be_in_several_files_where_it_is_clear_which_counts(tmp_path: Path, place: str, model_impl: str) -> None:
+    """The last does in transformers, whatever the index says."""
+    model = make_model(tmp_path, max_shard_size="30KB")
+    index, head = tmp_path / "model.safetensors.index.json", model.lm_head.weight.detach()
+    content = json.loads(index.read_text())
+    first, last = min(files := content["weight_map"].values()), max(files)
+    assert content["weight_map"]["lm_head.weight"] == last
+    if place == "the same in two files":
+        content["weight_map"]["lm_head.weight"] = first
+        index.write_text(json.dumps(content))
+    else:
+        head = head.flip(0)
+    edit_weights(tmp_path, first, lm_head__weight=head)
+    assert_writes_as(model, tmp_path, model_impl=model_impl)
+    assert_writes_as(AutoModelForCausalLM.from_pretrained(tmp_path), tmp_path, model_impl=model_impl)
+
+
 def test_tied_weights_may_be_stored_twice_and_rotary_buffers_of_old_checkpoints_are_ignored(tmp_path: Path) -> None:
     model = make_model(tmp_path, tie_word_embeddings=True)
     once = load(tmp_path, pack=False)

@@ -62,8 +62,11 @@ MISSING, UNEXPECTED, MISSHAPEN = "missing", "unexpected", "of another shape"
 Shape = tuple[int, ...]
 
 
-def weight_files(files: ModelFiles) -> list[str]:
-    """Return the names of the weight files that are loaded: as in transformers those that the config names, one, or many.
+def weight_files(files: ModelFiles) -> dict[str, set[str]]:
+    """Return the weight files that are loaded, as in transformers: one that the config names, the usual one, or those of an index.
+
+    Returns:
+        By the names of the files, the weights that the index has in each; files are in the order in which transformers reads them.
 
     Raises:
         ValueError: the entry of the config, or the index, is damaged.
@@ -78,17 +81,19 @@ def weight_files(files: ModelFiles) -> list[str]:
             "name of a .safetensors or .safetensors.index.json file beside it"
         )
     if chosen.endswith(".safetensors"):
-        return [chosen]
+        return {chosen: set()}
     weight_map = files.read_json(chosen).get("weight_map")
     place = f"model {files.name!r} has a {chosen} with weight_map"
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{place}={shown(weight_map)}, which is not allowed: it must be an object of weights and their files")
+    indexed = dict[str, set[str]]()
     for key, file in weight_map.items():
         if not _is_name(file, (".safetensors",)):
             raise ValueError(
                 f"{place}[{key!r}]={file!r}, which is not allowed: it must be the name of a .safetensors file beside it"
             )
-    return sorted(set(weight_map.values()))
+        indexed.setdefault(file, set()).add(key)
+    return dict(sorted(indexed.items()))
 
 
 def _is_name(found: object, suffixes: tuple[str, ...]) -> bool:
@@ -130,6 +135,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     kind: str  # its dtype, as safetensors names it
     first: int  # byte, in the file
+    num_bytes: int
     file: MappedFile = field(repr=False)
     run_dtype: torch.dtype | None = None  # of a model of transformers, see `to`
 
@@ -150,6 +156,11 @@ class StoredTensor:
             if not (low >= torch.finfo(dtype).min and high <= torch.finfo(dtype).max):  # a NaN fails as well
                 raise not_finite(self.name, dtype)
         return found
+
+    def equals(self, other: StoredTensor) -> bool:
+        """Whether another tensor is the same, bit by bit."""
+        is_alike = (self.kind, self.shape) == (other.kind, other.shape)
+        return is_alike and torch.equal(*(each.file.read(each.first, each.num_bytes) for each in (self, other)))
 
     def __getitem__(self, _all: EllipsisType) -> StoredTensor:
         return self
@@ -187,15 +198,18 @@ def not_finite(name: str, dtype: torch.dtype) -> ValueError:
 def find_tensors(files: ModelFiles) -> dict[str, StoredTensor]:
     """Read the headers of all weight files, downloading them if need be; return the tensors by name.
 
+    Of a weight in several files, transformers takes the last, whatever the index says: the index must name it, or all be the same.
+
     Raises:
-        ValueError: a file is missing or damaged.
+        ValueError: a file is missing or damaged, or a weight has other numbers in the last file than in one before it, and the
+            index names another file for it.
     """
     from safetensors import SafetensorError, safe_open
 
-    name, names = files.name, weight_files(files)
-    folder = files.fetch(*names)
-    tensors = {}
-    for path in (folder / each for each in names):
+    name, indexed = files.name, weight_files(files)
+    folder = files.fetch(*indexed)
+    tensors = dict[str, StoredTensor]()
+    for path in (folder / each for each in indexed):
         if not path.is_file():
             found = [each for each in files.names() if each.endswith((".bin", ".safetensors", ".pt", ".pth"))]
             way = f"; transformers writes them: AutoModelForCausalLM.from_pretrained({name!r}).save_pretrained(...)"
@@ -214,11 +228,15 @@ def find_tensors(files: ModelFiles) -> dict[str, StoredTensor]:
         except (SafetensorError, OSError) as error:
             raise ValueError(f"model {name!r} has a damaged weight file {path.name}: {one_line(error)}") from error
         for key, entry in file.header.items():
-            if key in tensors:
-                raise ValueError(f"model {name!r} has the weight {key!r} in several files, {path.name} among them: allowed is one")
             if key != "__metadata__":
-                first = file.header_size + entry["data_offsets"][0]
-                tensors[key] = StoredTensor(key, tuple(entry["shape"]), entry["dtype"], first, file)
+                start, end = entry["data_offsets"]
+                tensor = StoredTensor(key, tuple(entry["shape"]), entry["dtype"], file.header_size + start, end - start, file)
+                if key in tensors and key not in indexed[path.name] and not tensor.equals(tensors[key]):
+                    raise ValueError(
+                        f"model {name!r} has the weight {key!r} in several files, with other numbers in {path.name}: allowed are "
+                        f"the same in all, or that the index names the last file"
+                    )
+                tensors[key] = tensor
     return tensors
 
 
