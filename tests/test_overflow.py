@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from back_ends import ON_HOST, make_back_end
-from stepping import DEFAULTS, drain, greedy, make_engine, submit
+from stepping import DEFAULTS, drain, greedy, make_engine, run_all, submit
 from tiny_models import edit_weights
 from zoo import Zoo, random_prompts
 
@@ -112,3 +112,21 @@ def test_gathered_slots_that_overflow_end_those_alone_that_see_them(zoo: Zoo, tm
     assert [each.error for each in requests] == [None] * len(good)
     if kv_cache_dtype == "auto":
         assert [each.output_token_ids for each in requests] == expected
+
+
+def test_gathered_keys_of_other_requests_are_not_seen_however_large(zoo: Zoo, tmp_path: Path) -> None:
+    """In float16 scores may be larger than its largest number, since they are computed in float32."""
+    shutil.copytree(zoo.path("gathered"), model := tmp_path / "model")
+    queries = {name: each for name, each in zoo.model("gathered").named_parameters() if "q_proj" in name}
+    edit_weights(model, **{name: 20 * each.detach() for name, each in queries.items()})
+    params, options = greedy(NUM_TOKENS, ignore_eos=True), {"dtype": "float16", "num_kv_blocks": 20, "block_size": 8}
+    expected = run_all(make_engine(str(model), **options), [PROMPT], [params])
+    engine = make_engine(str(model), **options)
+    [group] = engine.kv.tensors["target"].groups
+    request, other = submit(engine, [PROMPT, [3, 4, 5]], [params] * 2)
+
+    def enlarge(_: int) -> None:  # a value of this size shows in the output
+        group[:, other.block_ids] = 6e4
+
+    drain(engine, enlarge)
+    assert [request.output_token_ids] == expected

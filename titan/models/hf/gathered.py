@@ -31,7 +31,7 @@ class GatheredAttention:
         """Run a decoder on the query tokens of a pass, and write their KV: [T, hidden_size], NaN where a token sees such KV."""
         device = token_ids.device
         slots, mask = (torch.from_numpy(each).to(device) for each in gather(inputs.attention))
-        bias = torch.zeros(mask.shape, dtype=self._dtype, device=device).masked_fill_(~mask, torch.finfo(self._dtype).min)
+        bias = torch.zeros(mask.shape, dtype=self._dtype, device=device).masked_fill_(~mask, -torch.inf)
         cache = PagedCache(ops, kv, inputs.slot_mapping, slots)
         arguments = {"attention_mask": bias[None, None], "past_key_values": cache, "use_cache": True}
         output = decoder(input_ids=token_ids[None], position_ids=inputs.positions[None], **arguments)
