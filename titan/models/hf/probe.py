@@ -185,18 +185,22 @@ def _layer_spec(call: Call, kind: str | None, text_config: Any) -> LayerSpec:
     is_causal = options.get("is_causal")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise ValueError(f"{type(module).__name__} has attention that is not causal, which is not supported")
-    window: Window = options.get("sliding_window")
-    if kind == "sliding_attention" and window is None:
-        window = text_config.sliding_window
-    if call.visibility is not None:
-        if not call.visibility.is_causal:
-            raise ValueError(f"{type(module).__name__} has a mask that shows later tokens, which is not supported")
-        window = call.visibility.window
-    if kind == "chunked_attention":
-        window = Chunk(text_config.attention_chunk_size)
+    if call.visibility is not None and not call.visibility.is_causal:
+        raise ValueError(f"{type(module).__name__} has a mask that shows later tokens, which is not supported")
     num_heads, key_dim = call.query.shape[1], call.query.shape[3]
     value_dim = call.value.shape[3]
     head_dim = max(key_dim, value_dim)
     scale = key_dim**-0.5 if call.scaling is None else float(call.scaling)
+    window = _window(call, kind, text_config)
     attention = AttentionSpec(scale, window, options.get("softcap"), None if value_dim == head_dim else value_dim)
     return LayerSpec(num_heads, call.key.shape[1], head_dim, attention, has_sinks=options.get("s_aux") is not None)
+
+
+def _window(call: Call, kind: str | None, text_config: Any) -> Window:
+    """Return the window that a layer's mask shows; of a mask that does not say, what the layer tells its attention, or its kind."""
+    if call.visibility is not None:
+        return call.visibility.window
+    if kind == "chunked_attention":
+        return Chunk(text_config.attention_chunk_size)
+    told: int | None = call.options.get("sliding_window")
+    return text_config.sliding_window if told is None and kind == "sliding_attention" else told
