@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from titan.core.dtypes import dtype_name
 from titan.core.kv_tensor import KVTensor
 from titan.kernels.cpu.cache import HostCache
 from titan.kernels.cpu.compiled import COMPILED_DTYPES, CompiledKernels
@@ -55,10 +56,9 @@ class CpuBackend(TorchBackend):
 
     def prepare(self, model: Any, kv: KVTensor, limits: PassLimits, counts: PassCounts) -> Runner:
         if not _has_kernels(model.dtype, model.config.traits):
-            if model.dtype not in COMPILED_DTYPES and model not in self._torch_models:
-                LOG.warning(
-                    "a model runs in %s, for which nothing is compiled: many times slower than float32 and bfloat16", model.dtype
-                )
+            if model.dtype not in {*COMPILED_DTYPES, *(each.dtype for each in self._torch_models)}:  # once, also with a draft
+                name = dtype_name(model.dtype)
+                LOG.warning("nothing is compiled for models in %s: many times slower than float32 and bfloat16", name)
             self._torch_models.add(model)
         if is_one_call(model, kv):
             return CompiledRunner(self, self._kernels, model, kv)
