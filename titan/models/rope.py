@@ -40,13 +40,13 @@ NO_ROPE = Rope("none", (), 1.0)
 """Rope of a layer that does not rotate."""
 
 
-def read_rope(config: PretrainedConfig, head_dim: int, entry: str = WHOLE_ROPE, *, may_rotate_part: bool = False) -> Rope:
+def read_rope(config: PretrainedConfig, head_dim: int, entry: str, *, may_rotate_part: bool) -> Rope:
     """Read a rotary embedding of a transformers config.
 
     Args:
         config: the config, with transformers' defaults filled in.
         head_dim: of queries and keys.
-        entry: of its ``rope_parameters``, by name.
+        entry: of its ``rope_parameters``, by name, or `WHOLE_ROPE`.
         may_rotate_part: ``partial_rotary_factor`` may be below 1.
 
     Raises:
@@ -55,7 +55,7 @@ def read_rope(config: PretrainedConfig, head_dim: int, entry: str = WHOLE_ROPE, 
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    parameters = config.rope_parameters[entry] if entry else config.rope_parameters
+    parameters = config.rope_parameters if entry == WHOLE_ROPE else config.rope_parameters[entry]
     rope_type = parameters.get("rope_type") if parameters else None
     if rope_type not in ROPE_TYPES:
         raise NotNativeError(f"rope type {rope_type!r} is not supported: it must be one of {', '.join(ROPE_TYPES)}")

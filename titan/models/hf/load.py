@@ -61,7 +61,7 @@ def load_weights(
     *,
     dtype: torch.dtype,
     backend: Backend,
-    order: TokenOrder | None = None,
+    order: TokenOrder | None,
 ) -> TransformersModel:
     """Load a model whose config has been described.
 

@@ -36,7 +36,7 @@ class TransformersModel:
         *,
         dtype: torch.dtype,
         backend: Backend,
-        order: TokenOrder | None = None,
+        order: TokenOrder | None,
     ) -> None:
         self.config = config
         self.dtype = dtype
@@ -48,7 +48,7 @@ class TransformersModel:
         replace_modules(model, self._decoder, self.ops, checked_kv, config.max_position_embeddings, dtype)
         self._head = Head(model, self._decoder, self.device)
         self._order = None if order is None else order.token_ids.to(self.device)
-        self._outputs = None if self._order is None or order is None else self._order[: order.num_outputs]
+        self._outputs = None if order is None else order.token_ids[: order.num_outputs].to(self.device)
 
     @property
     def kv_layout(self) -> KVLayout:

@@ -103,8 +103,8 @@ class BoundAttention:
     spec: LayerSpec
     kv_index: int  # of the layer in the cache
     writes: bool  # False: it reads what another layer has written
-    sinks: Tensor | None = None  # float32 [H]
-    latents: AbsorbedLatents | None = None
+    sinks: Tensor | None  # float32 [H]
+    latents: AbsorbedLatents | None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend from the tokens of the current pass: [1, H, T, D], [1, K, T, D], [1, K, T, V] -> [1, T, H, V]."""
