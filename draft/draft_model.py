@@ -171,8 +171,10 @@ class DraftModelDrafter:
         return self._budget(request, request.most_drafts(self.max_draft_tokens)) > 0
 
     def _budget(self, request: Request, budget: int) -> int:
-        """Return a request's draft budget, lowered to the room that the draft's context length leaves."""
-        num_left = self.max_len - len(request.token_ids)
+        """Return a request's draft budget, lowered to the policy's maximum and the room that the draft's context length leaves."""
+        most, num_left = self.policy.max_draft_tokens, self.max_len - len(request.token_ids)
+        if budget > most:
+            budget = most
         return budget if budget <= num_left else max(0, num_left)
 
     def _feeds(self, plan: StepPlan) -> list[Feed]:

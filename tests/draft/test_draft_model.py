@@ -27,7 +27,7 @@ from titan.core.step import StepPlan
 from titan.core.trees import DraftTree
 from titan.draft.base import NoDrafter
 from titan.draft.draft_model import DraftModelDrafter
-from titan.draft.policy import CHAIN_CHILDREN, GREEDY_TEMPERATURE, MAX_CHAIN_NODES, MAX_NARROW_NODES
+from titan.draft.policy import CHAIN_CHILDREN, GREEDY_TEMPERATURE, MAX_CHAIN_NODES, MAX_NARROW_NODES, DraftPolicy
 from titan.draft.registry import _FACTORIES, open_drafter, register
 from titan.kernels import growth
 from titan.kernels.shape_growth import ShapeGrowth
@@ -309,6 +309,16 @@ def test_a_policy_that_takes_more_slots_than_were_reserved_costs_drafts_and_no_r
     monkeypatch.setattr(engine.drafter.policy, "spec", lambda *_, **__: BeamSpec(1, 9, 7, 7, 1.0))
     with pytest.warns(RuntimeWarning, match="ValueError: the policy's spec has num_slots=56: at most [123] are allowed"):
         assert run_all(engine, PROMPTS, [greedy(9)] * len(PROMPTS)) == [zoo.greedy("llama", prompt, 9) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("draft_tree", ["chain", "dynamic"])
+def test_a_policy_may_grow_smaller_trees_than_the_engine_allows(zoo: Zoo, draft_tree: str) -> None:
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), max_draft_tokens=12, **AMPLE)
+    assert isinstance(engine.drafter, DraftModelDrafter)
+    engine.drafter.policy = DraftPolicy(draft_tree, "auto", 3)
+    rows = record(engine)
+    assert run_all(engine, PROMPTS, [greedy(9)] * len(PROMPTS)) == [zoo.greedy("llama", prompt, 9) for prompt in PROMPTS]
+    assert max(row.tree.num_nodes for row in rows) == 3 and engine.metrics().num_draft_failures == 0
 
 
 @dataclass(frozen=True)
