@@ -118,7 +118,7 @@ def sample(
         target: a folder with the weights of "eight"; ``draft`` is then a folder, too.
     """
     choice = {"draft_sampling": "sampled"} | PROPOSALS[proposal] if isinstance(proposal, str) else {}
-    pool: dict[str, Any] = {"max_batch_size": 128, "block_size": 8, "num_kv_blocks": 300, "max_waiting_requests": 5000}
+    pool: dict[str, Any] = {"max_batch_size": 128, "block_size": 8, "num_kv_blocks": 300, "max_waiting_requests": num_sequences}
     drafter = (draft if target else zoo.path(draft)) if isinstance(proposal, str) else proposal
     engine = make_engine(target or zoo.path("eight"), drafter, backend=backend, seed=5, **pool | choice | options)
     watch(engine)
