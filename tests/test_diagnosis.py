@@ -101,6 +101,18 @@ def test_the_limits_of_a_run_are_named(
     assert ", ".join(finding.partition(":")[0] for finding in found) == names and words in " ".join(found)
 
 
+def test_a_draft_that_was_replaced_is_not_blamed(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, prompts = Clock(monkeypatch, FLAT), random_prompts(6, max_len=20)
+    llm = LLM(zoo.path("llama"), zoo.path("useless"), **DEFAULTS | {"num_kv_blocks": 64, "block_size": 8, "max_inter_token_s": 1e9})
+    clock.time(llm.engine, FLAT, {"draft": 90.0})
+    llm.generate(prompts, greedy(20, ignore_eos=True), use_tqdm=False)
+    assert [each.partition(":")[0] for each in bottlenecks(llm.metrics())] == ["draft"]
+    llm.swap_draft(None)
+    assert bottlenecks(llm.metrics()) == [] and llm.metrics().recent.num_steps == 0
+    llm.generate(prompts[:2], greedy(4, ignore_eos=True), use_tqdm=False)
+    assert [each.partition(":")[0] for each in bottlenecks(llm.metrics())] == ["bandwidth"]
+
+
 def test_the_time_of_steps_is_split(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of a step whose pass takes more memory than there is: both halves count, and the attempt is part of the rest."""
     clock = Clock(monkeypatch, FLAT)

@@ -1,6 +1,6 @@
 """What an engine's metrics say of its last steps: what limits them, what is wrong, and what to change.
 
-The rules of `bottlenecks`, over at most the last 1,024 steps:
+The rules of `bottlenecks`, over at most the last 1,024 steps since the current draft came:
 
 - idle: less than half of the time was spent in steps.
 - queue: in at least half of the steps requests waited, for room among the running ones or for prompt tokens of the step.

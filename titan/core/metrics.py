@@ -96,7 +96,7 @@ class Shortages:
 
 @dataclass(frozen=True, slots=True)
 class RecentMetrics:
-    """Metrics of the last steps, at most 1,024."""
+    """Metrics of the last steps, at most 1,024, since the last ``swap_draft``."""
 
     num_steps: int
     tokens_per_s: float  # emitted in the last 10 s, or since the first of these steps if that is less

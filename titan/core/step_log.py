@@ -1,4 +1,4 @@
-"""The log of an engine's steps: the last ones, and totals since the current draft came."""
+"""The log of an engine's steps since the current draft came: the last ones, and totals."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ class StepLog:
         self.start_draft()
 
     def start_draft(self) -> None:
-        """Count for a new draft from here on."""
+        """Count for a new draft from here on, and forget the steps of others: how long they took says nothing of it."""
+        self._records.clear()
         self._before_draft = deepcopy(self.counters)
 
     def note(self, end: float, times: StepTimes, shortage: Shortage | None) -> None:
