@@ -63,7 +63,8 @@ class DraftPolicy:
         self._most_in_chain, self._most_narrow = LARGEST_BUDGETS["dynamic" if self.fixed_shape is not None else str(draft_tree)]
         self.width = max(2, max_draft_tokens // 8)
         self.beam_depth = min(max_draft_tokens, 6 + max_draft_tokens // 8, 1 + MAX_NODES // self.width)
-        self._wide_slots = [self._beam(budget, 1.0).num_slots for budget in range(max_draft_tokens + 1)]  # of wide beams, by budget
+        of_beams = [self._beam(budget, 1.0).num_slots for budget in range(1, max_draft_tokens + 1)]
+        self._wide_slots = [0, *of_beams]  # of wide beams, by budget
 
     def stops_early(self, request: Request) -> bool:
         """Whether a request's trees have scores, by which they may end where they do not pay."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -68,6 +69,15 @@ def spec_of(kind: str, row: int) -> GrowthSpec:
 
 KINDS = {kind: [kind] * NUM_ROWS for kind in ("chain", "siblings", "beam", "shape", "sampled")}
 KINDS["mixed"] = ["sampled", "beam", "nothing", "chain", "beam", "sampled", "siblings"]
+
+
+@pytest.mark.parametrize(
+    "field", [{"max_nodes": 0}, {"depth": 0}, {"width": 0}, {"width": 4}, {"num_children": 1}, {"temperature": 0.0}]
+)
+def test_beams_that_cannot_grow_are_refused(field: dict[str, Any]) -> None:
+    [(name, value)] = field.items()
+    with pytest.raises(ValueError, match=rf"BeamSpec\(.*{name}={value}.* is not allowed: max_nodes, depth and width must"):
+        replace(BeamSpec(6, 3, 2, 3, 0.5), **field)
 
 
 @pytest.mark.parametrize("logits", ["plain", "few", "broken"])

@@ -47,18 +47,23 @@ class BeamSpec:
     """A beam: expand the nodes with the greatest cumulative probability at each depth, and keep the best of all depths.
 
     Raises:
-        ValueError: the tree has, or feeds, more nodes than one int64 of ancestor bits allows.
+        ValueError: a field is not allowed, or the tree has, or feeds, more nodes than one int64 of ancestor bits allows.
     """
 
-    max_nodes: int  # most nodes of the tree
-    depth: int  # greatest depth of its nodes
-    width: int  # nodes expanded per depth
+    max_nodes: int  # most nodes of the tree, at least 1
+    depth: int  # greatest depth of its nodes, at least 1
+    width: int  # nodes expanded per depth, at least 1
     num_children: int  # candidate tokens after each of them, at least `width`
-    temperature: float  # temperature of the probabilities
+    temperature: float  # temperature of the probabilities, above 0
     worth: Worth | None = None  # ends the growth where it does not pay; None: the tree grows to its depth
 
     def __post_init__(self) -> None:
-        if max(self.max_nodes, self.num_slots) > MAX_NODES:
+        if not (self.max_nodes > 0 < self.depth and 0 < self.width <= self.num_children and self.temperature > 0):
+            raise ValueError(
+                f"{self} is not allowed: max_nodes, depth and width must be at least 1, num_children at least the width, and "
+                f"temperature above 0"
+            )
+        if self.max_nodes > MAX_NODES or self.num_slots > MAX_NODES:
             raise ValueError(
                 f"a beam of max_nodes={self.max_nodes} that feeds {self.num_slots} nodes, {self.width} at each depth up to "
                 f"{self.depth}, is too large: at most {MAX_NODES} are allowed of either"
