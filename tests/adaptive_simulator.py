@@ -30,6 +30,9 @@ NOISE, OUTLIERS, OUTLIER = 0.03, 0.01, 2.0
 """Of the times of passes; the share of those that take several times as long, and how long these take."""
 MEAN_NOISE = exp(NOISE**2 / 2) * (1 + OUTLIERS * (OUTLIER - 1))
 
+COLD_MEMORY = 0.8
+"""Share of what drafts leave of cold caches that a step without drafts leaves."""
+
 FIRST_DRAFT = 1.5
 """How many times as long the host takes in the first step of all that drafts, whose caches are cold."""
 
@@ -44,6 +47,7 @@ class Machine:
     host: Callable[[int, int], float]  # of requests, and of those that draft
     sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
     is_padded: bool = False
+    warm: float = 1.0  # time of steps without drafts where all are, as a multiple: small models then stay in the caches
     deciding: float = 1e-5  # seconds of a decision with which the last one stands
     comparing: tuple[float, float] = (1e-4, 2e-5)  # of one that compares: whatever the requests, and of each of them
 
@@ -192,6 +196,7 @@ class Fleet:
     chunk: int = 0  # rows of prefill in each step
     may_review: bool = True  # whether the draft can be compared with what was emitted without it
     has_drafted: bool = False
+    coldness: float = 1.0  # of the caches, for a step without drafts
     before: list[Text] = field(default_factory=list)  # those of the last step, if each had one row
     decision: Decision | None = None  # of the last step; None: it was a rest
     repeats: Repeats | None = None  # of the policy of the last step
@@ -229,8 +234,9 @@ class Fleet:
             load = Load(() if rests else [self._candidate(text) for text in texts], num_rows, context, num_ending)
             self.decision = None if rests else policy.choose(load)
         if self.decision is None:
-            target_seconds = self._noisy(machine.target(num_rows, context))
-            seconds = self._noisy(machine.host(n, 0)) + target_seconds
+            warmth = self._warmth(is_plain=True)
+            target_seconds = warmth * self._noisy(machine.target(num_rows, context))
+            seconds = warmth * self._noisy(machine.host(n, 0)) + target_seconds
             for text in texts:
                 text.advance(1, False, self.rng)
             outcome = Outcome(0, 0, 0, 0, seconds, 0.0, target_seconds)
@@ -252,10 +258,11 @@ class Fleet:
             for chain, worth in zip(chains, worths, strict=True)
         ]
         total = sum(map(len, trees))
-        target_seconds = self._noisy(machine.target(num_rows + total, context))
-        review = self._review(decision.reviewed, policy.fleet)
         num_drafting = sum(map(bool, chains)) + len(decision.reviewed)
-        host_seconds = machine.host(n, num_drafting) * (FIRST_DRAFT if total and not self.has_drafted else 1.0)
+        warmth = self._warmth(is_plain=not num_drafting)
+        target_seconds = warmth * self._noisy(machine.target(num_rows + total, context))
+        review = self._review(decision.reviewed, policy.fleet)
+        host_seconds = warmth * machine.host(n, num_drafting) * (FIRST_DRAFT if total and not self.has_drafted else 1.0)
         self.has_drafted |= total > 0
         seconds = self._noisy(host_seconds) + draft_seconds + target_seconds + review[1]
         emitted = 0
@@ -335,6 +342,12 @@ class Fleet:
             open_chains = going_on if profit > 1 else []
         return chains, num_passes, num_rows, seconds
 
+    def _warmth(self, *, is_plain: bool) -> float:
+        """Time of a step as a multiple of that with cold caches."""
+        warmth = self.machine.warm ** (1 - self.coldness) if is_plain else 1.0
+        self.coldness = COLD_MEMORY * self.coldness if is_plain else 1.0
+        return warmth
+
     def _noisy(self, seconds: float) -> float:
         return seconds * exp(self.noise * self.rng.standard_normal()) * (self.outlier if self.rng.random() < self.outliers else 1.0)
 
@@ -382,6 +395,8 @@ MACHINES = {
         is_padded=True,
     ),
 }
+# as found on the first of these: after twelve steps without drafts, passes take three quarters of what they take between drafts
+MACHINES["demo warm"] = replace(MACHINES["demo float32"], name="demo warm", warm=0.75)
 
 
 def compare(
@@ -407,9 +422,12 @@ def expected_rate(machine: Machine, texts: Sequence[Text], *num_nodes: int, num_
     drafting = [machine.draft(num_rows, MEAN_CONTEXT * num_rows) for num_rows in rows]
     host = machine.host(n, rows[0] if rows else 0)
     seconds = host + sum(drafting) + machine.target(n + chunk + sum(counts), MEAN_CONTEXT * n)
-    first = 0.0  # what the first step takes besides, which feeds the draft all context
-    if rows:
+    # what the first steps take besides: with drafts, one feeds the draft all context; without, caches are cold
+    if sum(counts):
         first = (FIRST_DRAFT - 1) * host + machine.draft(MEAN_CONTEXT * rows[0], MEAN_CONTEXT * rows[0]) - drafting[0]
+    else:
+        first = seconds * sum(machine.warm ** (1 - COLD_MEMORY**i) - machine.warm for i in range(num_steps))
+        seconds *= machine.warm
     return tokens / ((seconds + first / num_steps) * MEAN_NOISE)
 
 

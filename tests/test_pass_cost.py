@@ -1,12 +1,14 @@
 """The followed costs of passes, against curves that are known."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from stepping import make_request
 
 from titan.adaptive.controller import NUM_PLAIN
-from titan.adaptive.costs import FIRST_DRAFT, Costs
-from titan.adaptive.host_time import COLD_STEPS, FIRST_MORE, FIRST_STEPS, HostTime
+from titan.adaptive.costs import COLD_PLAIN_STEPS, FIRST_DRAFT, Costs
+from titan.adaptive.host_time import COLD_STEPS, FIRST_MORE, HostTime
 from titan.adaptive.load import Candidate, Load, Outcome
 from titan.adaptive.pace import Pace
 from titan.adaptive.pass_cost import FOLLOWED, PassCost
@@ -95,16 +97,37 @@ def test_first_steps_of_their_kind_teach_little(num_steps: int, most: float) -> 
         assert most - 0.1 < ratio < most + 0.02
 
 
-def test_plain_steps_between_drafts_may_show_that_they_take_longer_now() -> None:
-    """By a sixth, which the first steps of their kind take anyway; else what they take would only ever seem to fall."""
+def teach(costs: Costs, num_rounds: int, plain: Callable[[int], float]) -> None:
+    """Rounds of 16 steps with drafts that take what the curves say, and some without: of each, how many times as long it takes."""
+    for _ in range(num_rounds):
+        costs.note_drafting(load(4), Outcome(64, 32, 16, 64, 16 * 3.9, 16 * 1.4, 16 * 2.0), [1] * 4, 16)
+        for factor in map(plain, range(NUM_PLAIN)):
+            costs.note_plain(load(4), 4, Outcome(0, 0, 0, 0, factor * (1.4 + 0.5), 0.0, factor * 1.4))
+
+
+def test_plain_steps_between_drafts_tell_what_they_take_now() -> None:
+    """The first of them find cold caches, which tell nothing: neither that such steps take longer nor that they do not."""
     costs = Costs(cost(), cost())
     for factor in (1.0, 7 / 6):
-        for _ in range(60):
-            costs.note_drafting(load(4), Outcome(64, 32, 16, 64, 16 * 3.9, 16 * 1.4, 16 * 2.0), [1] * 4, 16)
-            for _ in range(NUM_PLAIN):
-                costs.note_plain(load(4), 4, Outcome(0, 0, 0, 0, factor * (1.4 + 0.5), 0.0, factor * 1.4))
+        teach(costs, 60, lambda i, factor=factor: 1.4 * factor if i < COLD_PLAIN_STEPS else factor)
         assert costs.host.predict(4) == pytest.approx(factor * 0.5, rel=0.01)
-        assert costs.target.predict(4, 0) == pytest.approx(factor * 1.4, rel=0.03)
+        assert costs.plain_seconds(load(4)) == pytest.approx(factor * 1.9, rel=0.03)
+
+
+def test_caches_that_stay_warm_without_drafts_say_nothing_of_passes_with_drafts() -> None:
+    costs = Costs(cost(), cost())
+    teach(costs, 40, lambda _: 0.7)
+    assert costs.plain_seconds(load(4)) == costs.decode_seconds(load(4)) == pytest.approx(0.7 * 1.9, rel=0.03)
+    assert costs.target.predict(8, 0) == pytest.approx(2.0, rel=0.1)
+    costs.target.age(10_000)  # what was spared may be over
+    assert costs.target.predict(4, 0, is_warm=True) == pytest.approx(costs.target.predict(4, 0), rel=1e-3)
+
+
+def test_a_machine_that_is_slow_is_not_taken_for_one_whose_caches_are_cold() -> None:
+    passes = cost()
+    for _ in range(60):
+        passes.note(4, 0, 1.5 * 1.4, is_warm=True)
+    assert passes.predict(4, 0) == passes.predict(4, 0, is_warm=True) == pytest.approx(1.5 * 1.4, rel=0.02)
 
 
 def test_what_long_passes_took_counts_less_after_steps_that_nobody_saw() -> None:
@@ -132,10 +155,10 @@ def test_host_time_of_the_first_step_that_drafts_is_that_of_a_cold_one() -> None
 
 def test_host_takes_the_lesser_of_the_first_steps_and_clips_later_ones() -> None:
     host = HostTime()
-    for count, seconds in enumerate((9.0, 2.0, 1.0, 3.0)):
-        assert host.knows(3) == (count >= FIRST_STEPS)
+    for seconds in (9.0, 2.0, 1.0, 3.0):
+        assert not host.knows(3), "it still falls"
         host.note(3, 0, seconds)
-    assert host.predict(3) == 1.0 and host.predict(3, 3) == 1.0 + FIRST_MORE  # nothing has drafted yet
+    assert host.knows(3) and host.predict(3) == 1.0 and host.predict(3, 3) == 1.0 + FIRST_MORE  # nothing has drafted yet
     host.note(3, 0, 100.0)
     assert host.predict(3) == 1.125
 

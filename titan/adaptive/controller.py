@@ -42,9 +42,11 @@ REST_STEPS = 16
 IDLE_FADE = 0.975
 """Share that counts keep of a request's drafts per step in which it does not draft, and of all drafts if none does."""
 
-PLAIN_STEPS, PLAIN_GAIN, NUM_PLAIN = 16, 0.05, COLD_PLAIN_STEPS + 1
-"""Drafting steps after which some are plain, to see what such steps cost; twice as many if drafting gains that share, and so on;
-and how many are plain."""
+NUM_PLAIN = COLD_PLAIN_STEPS + 2
+"""Steps in a row between drafts that are plain, to see what such steps cost."""
+
+PLAIN_STEPS, PLAIN_GAIN = 24, 0.05
+"""Drafting steps before the first of these; twice as many if drafting gains that share, and so on."""
 
 LEAST_DRAFTS = 4.0
 """Number of drafts that what was ever seen counts as at least."""
@@ -53,8 +55,9 @@ LEAST_MORE, MOST_LONGER = 0.01, 4.0
 """Share by which drafting must be expected to lengthen a step for its yield to be noted; and how many times as much, or as little,
 it may then have been."""
 
-LONG_REPEAT = 2.0
-"""Steps that take more than this many times as long as planned are learned from one by one, others that do alike from their sum."""
+LONG_REPEAT = 1.5
+"""Steps that take more than this many times as long as planned are learned from one by one, others that do alike from their sum. If
+most do, some are plain next."""
 
 MAX_FEED, FEED_DRAFTS = 1.0, 8.0
 """Plain steps in whose time the draft may be fed in one step what it has missed of several requests; and the number of drafts from
@@ -303,6 +306,8 @@ class Controller:
         if usual:
             self._unlearned.append((load, self._decision, Outcome.total(usual), len(usual)))
         self._unlearned += [(load, self._decision, each, 1) for each in outcomes if each.seconds > most]
+        if len(usual) < len(outcomes) / 2 and self._num_since_plain >= PLAIN_STEPS:  # steps without drafts may have changed, too
+            self._num_since_plain = ceil(self._plain_after)
         self._alike.clear()
 
     def _learn(self) -> None:

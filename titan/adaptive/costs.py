@@ -11,8 +11,8 @@ from titan.adaptive.pass_cost import PassCost
 COLD = 1.3
 """How many times as long the first steps with, or without, drafts may take, because of cold caches."""
 
-COLD_PLAIN_STEPS = 2
-"""First steps without drafts that find cold caches: fewer than come in a row between drafts, for one to tell what they take now."""
+COLD_PLAIN_STEPS = 5
+"""First steps without drafts after some with drafts, which find cold caches: what they take tells nothing."""
 
 FIRST_DRAFT = 1.5
 """How many times as much of the host's time the first drafts of all take as later ones."""
@@ -28,7 +28,7 @@ class Costs:
 
     def __init__(self, target: PassCost, draft: PassCost | None) -> None:
         self.target, self.draft, self.host = target, draft, HostTime()
-        self._was_drafting, self._num_alike = False, 0
+        self._was_drafting, self._num_alike = False, COLD_PLAIN_STEPS  # an engine starts with steps without drafts
 
     def plain_seconds(self, load: Load, num_requests: int | None = None) -> float:
         """Return the seconds of a step without drafts.
@@ -38,12 +38,12 @@ class Costs:
             num_requests: that emit tokens; ``None`` = as many as there are candidates.
         """
         n = len(load.candidates) if num_requests is None else num_requests
-        return self.host.predict(n) + self.target.predict(load.num_rows, load.num_context_tokens)
+        return self.host.predict(n) + self.target.predict(load.num_rows, load.num_context_tokens, is_warm=True)
 
     def decode_seconds(self, load: Load) -> float:
         """Return the seconds of a step without drafts and prompts."""
         n = len(load.candidates)
-        return self.host.predict(n) + self.target.predict(n, load.num_context_tokens)
+        return self.host.predict(n) + self.target.predict(n, load.num_context_tokens, is_warm=True)
 
     def draft_line(self, load: Load) -> tuple[float, float]:
         """Return the seconds of a pass of the draft, whatever its rows, and of each row, near a row for each candidate."""
@@ -71,17 +71,17 @@ class Costs:
             outcome: of the step.
             num_unseen: steps like it before it, of which nothing is known.
         """
-        is_cold = self._count_steps(1, is_drafting=False)
-        self.target.age(num_unseen)
-        rows, context = load.num_rows, load.num_context_tokens
-        change = 0.0
-        if rows == num_requests:  # what prompts take says little of what decodes do
-            change = _note_pass(self.target, (rows, context), outcome.target_seconds, is_cold)
+        is_warm, change = self._count_steps(1 + num_unseen, is_drafting=False) + num_unseen >= COLD_PLAIN_STEPS, 0.0
+        if is_warm and load.num_rows == num_requests:  # what prompts take says little of what decodes do
+            self.target.age(num_unseen)
+            change = self.target.note(num_requests, load.num_context_tokens, outcome.target_seconds, is_warm=True)
+        else:
+            self.target.age(1 + num_unseen)
         if self.draft is not None:
             self.draft.follow(change, self.target.pace, 1 + num_unseen)
         self.host.age(1 + num_unseen)
-        if num_requests:
-            self._note_host(num_requests, 0, outcome.host_seconds, is_cold)
+        if num_requests and (is_warm or not self.host.knows(num_requests)):
+            self.host.note(num_requests, 0, outcome.host_seconds)
 
     def note_drafting(self, load: Load, total: Outcome, num_nodes: Sequence[int], num_steps: int = 1) -> None:
         """Learn from steps with drafts that were decided on together, from their means.
@@ -92,7 +92,7 @@ class Costs:
             num_nodes: that each candidate was to draft.
             num_steps: number of the steps.
         """
-        is_cold = self._count_steps(num_steps, is_drafting=True)
+        is_cold = self._count_steps(num_steps, is_drafting=True) < COLD_STEPS
         n, num_drafting = len(load.candidates), sum(map(bool, num_nodes))
         self._note_host(n, num_drafting, (total.host_seconds + total.deciding_seconds) / num_steps, is_cold, num_steps)
         if load.num_rows != n:  # what prompts take says little of what decodes do
@@ -119,11 +119,11 @@ class Costs:
         if self.draft is not None and is_measured and 0 < outcome.review_seconds < self.draft.predict(rows, context):
             self.draft.note(rows, context, outcome.review_seconds)
 
-    def _count_steps(self, num_steps: int, *, is_drafting: bool) -> bool:
-        """Count steps, and return whether any of them is among the first of its kind."""
+    def _count_steps(self, num_steps: int, *, is_drafting: bool) -> int:
+        """Count steps, and return how many of their kind came right before them."""
         num_before = self._num_alike if is_drafting == self._was_drafting else 0
         self._num_alike, self._was_drafting = num_before + num_steps, is_drafting
-        return num_before < (COLD_STEPS if is_drafting else COLD_PLAIN_STEPS)
+        return num_before
 
     def _note_host(self, num_requests: int, num_drafting: int, seconds: float, is_cold: bool, num_steps: int = 1) -> None:
         if num_drafting and not self.host.has_drafted:  # it may be the only one for long

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-SHORTER_RATE, LONGER_RATE = 1 / 4, 1 / 8
-"""Weights of a step's host time that is shorter or longer than expected: anything may hold it up, and nothing makes it shorter."""
+RATE = 1 / 8
+"""Weight of a step's host time."""
 
 FIRST_STEPS = 2
-"""Steps of a kind after which the time that their host takes counts as known."""
+"""Steps of a kind that were no shorter than expected, after which the time that their host takes counts as known."""
 
 COLD_STEPS = 4
 """First steps of a kind, which find cold caches: the shortest of them counts."""
@@ -61,14 +61,15 @@ class SecondsByCount:
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
-        self._num_seen = Counter[int]()
+        self._num_seen, self._num_settled = Counter[int](), Counter[int]()
 
     def note(self, count: int, seconds: float, usual: float = 0.0, num_steps: int = 1) -> None:
         """Add mean seconds of a count; more than twice what they were, or what is usual, was something else that held them up."""
         octave = count.bit_length()
         before = self._seconds.get(octave, seconds)
         self._num_seen[octave] += num_steps
-        rate = 1 - (1 - (SHORTER_RATE if seconds < before else LONGER_RATE)) ** num_steps
+        self._num_settled[octave] += seconds >= before
+        rate = 1 - (1 - RATE) ** num_steps
         if self._num_seen[octave] <= COLD_STEPS:
             rate = float(seconds < before)
         most = 2 * max(before, usual) or seconds
@@ -86,7 +87,7 @@ class SecondsByCount:
 
     def knows(self, count: int) -> bool:
         """Whether a few of about this count were added."""
-        return self._num_seen[count.bit_length()] >= FIRST_STEPS
+        return self._num_settled[count.bit_length()] >= FIRST_STEPS
 
     def predict(self, count: int) -> float:
         """Return what was seen of the nearest power of two; half of it more or less for each one in between."""

@@ -26,6 +26,9 @@ TREND_RATE, TREND_DRIFT = 1 / 4, 1 / 8
 SHAPE_VARIANCE, SHAPE_DRIFT = 0.02, 2e-6
 """The variance of a curve's error at one power of two of rows, and what a pass adds to it."""
 
+WARM_VARIANCE = 0.2
+"""Variance of the logarithm of what passes take where no step drafts, as a multiple of what they take between drafts."""
+
 FOLLOWED = 0.8
 """How much of a change of one model's pace that of another is expected to share while it does not run."""
 
@@ -53,9 +56,10 @@ class PassCost:
 
     The curve over rows is linear between measured sizes, never falls, and goes on as between the last two, or as it rises on
     average, if that is more. What passes take compared with the curve is followed, as a sum of logarithms: a pace, and an error of
-    the curve for each power of two of rows, which is interpolated between them. An observation moves both as far as they are
-    uncertain (Kalman, "A new approach to linear filtering and prediction problems", 1960, without covariances), so that the
-    machine's moods change all times alike. Context costs the same for each token whose KV is read.
+    the curve for each power of two of rows, which is interpolated between them, and, in steps without drafts, what warm caches
+    spare. An observation moves these as far as they are uncertain (Kalman, "A new approach to linear filtering and prediction
+    problems", 1960, without covariances), so that the machine's moods change all times alike. Context costs the same for each
+    token whose KV is read.
 
     Args:
         sizes: numbers of rows that were measured, ascending, at least one.
@@ -72,20 +76,23 @@ class PassCost:
         self.is_padded = is_padded
         self._pace = Belief(0.0, PACE_VARIANCE)
         self._shapes = [Belief(0.0, SHAPE_VARIANCE) for _ in range(NUM_OCTAVES)]
+        self._warmth = Belief(0.0, WARM_VARIANCE)
         self._deviation, self._trend, self._num_seen = DEVIATION, 0.0, 0
 
-    def predict(self, num_rows: float, num_context_tokens: float) -> float:
+    def predict(self, num_rows: float, num_context_tokens: float, *, is_warm: bool = False) -> float:
         """Return the seconds of a pass.
 
         Args:
             num_rows: query tokens of all requests, at least 1.
             num_context_tokens: tokens before them, of all requests.
+            is_warm: whether the steps before it had no drafts.
         """
         octave = min(log2(num_rows), NUM_OCTAVES - 1.5)
         low = int(octave)
         share = octave - low
         shape = (1 - share) * self._aged(self._shapes[low]) + share * self._aged(self._shapes[low + 1])
-        return exp(self._pace.value + shape) * (self._curve(num_rows) + self.seconds_per_context_token * num_context_tokens)
+        factor = exp(self._pace.value + shape + (self._warmth.value if is_warm else 0.0))
+        return factor * (self._curve(num_rows) + self.seconds_per_context_token * num_context_tokens)
 
     @property
     def pace(self) -> float:
@@ -105,10 +112,13 @@ class PassCost:
         self.age(num_steps)
 
     def age(self, num_steps: int) -> None:
-        """Let errors of the curve be believed less, after steps of whose passes nothing is known."""
+        """Let errors of the curve be believed less, after steps without drafts of whose passes nothing is known."""
         self._num_seen += num_steps
+        self._warmth.value *= SHAPE_MEMORY**num_steps
 
-    def note(self, num_rows: float, num_context_tokens: float, seconds: float, num_steps: int = 1) -> float:
+    def note(
+        self, num_rows: float, num_context_tokens: float, seconds: float, num_steps: int = 1, *, is_warm: bool = False
+    ) -> float:
         """Add the time of a pass.
 
         Args:
@@ -116,22 +126,28 @@ class PassCost:
             num_context_tokens: tokens before them, of all requests.
             seconds: that it took.
             num_steps: whose mean pass it is: what it says may have changed as much as in so many.
+            is_warm: whether the steps before it had no drafts.
 
         Returns:
             By how much the logarithm of the pace has changed.
         """
-        shape = self._shapes[round(min(log2(num_rows), NUM_OCTAVES - 1))]
+        shape, warmth = self._shapes[round(min(log2(num_rows), NUM_OCTAVES - 1))], self._warmth
         shape.value, shape.seen_at = self._aged(shape), self._num_seen
         self._num_seen += num_steps
         expected = self._curve(num_rows) + self.seconds_per_context_token * num_context_tokens
         surprise = log(seconds / expected) - shape.value - self._pace.value
         total = shape.variance + self._pace.variance + self._deviation**2
+        if is_warm:
+            surprise, total = surprise - warmth.value, total + warmth.variance
         reach = MAX_DEVIATIONS * sqrt(total)
         surprise = min(max(surprise, -reach), reach)
         self._deviation = max(DEVIATION, self._deviation + DEVIATION_RATE * (abs(surprise) - self._deviation))
         self._trend += TREND_RATE * (surprise - self._trend)
         trend = TREND_DRIFT * self._trend**2
         shape.learn(surprise, total, num_steps * (SHAPE_DRIFT + trend / 4))
+        if is_warm:
+            warmth.learn(surprise, total, num_steps * PACE_DRIFT)
+            warmth.value = min(SHAPE_MEMORY**num_steps * warmth.value, 0.0)
         before = self._pace.value
         self._pace.learn(surprise, total, num_steps * (PACE_DRIFT + trend))
         return self._pace.value - before
