@@ -263,6 +263,27 @@ def test_an_id_is_that_of_one_request_in_flight(llm: LLM) -> None:
         assert llm.generate(PROMPTS[0], params, False, request_id="mine")[0].outputs == expected
 
 
+def test_an_id_is_that_of_one_completion_in_flight(llm: LLM) -> None:
+    """Those of a request are called "mine", "mine-1" and "mine-2"; each of these names ends all of them."""
+    params, alone = greedy(40, ignore_eos=True, n=3), greedy(40, ignore_eos=True)
+    for ids in (["mine", "mine-1"], ["mine-2", "mine"]):
+        each = [alone if request_id != "mine" else params for request_id in ids]
+        with pytest.raises(ValueError, match=r"request_id='mine-[12]' names two completions of the call"):
+            llm.generate(PROMPTS[:2], each, False, request_id=ids)
+    for first, second in ((params, alone), (alone, params)):
+        ids = ("mine", "mine-1") if first is params else ("mine-1", "mine")
+        stream = llm.stream(PROMPTS[0], first, request_id=ids[0])
+        next(stream)
+        with pytest.raises(ValueError, match="request_id='mine-1' is that of a request in flight"):
+            llm.generate(PROMPTS[1], second, False, request_id=ids[1])
+        assert (llm.abort("mine-2"), llm.abort("mine-1")) == ((1, 0) if first is params else (0, 1))
+        *_, last = stream
+        assert {each.finish_reason for each in last.outputs} == {"abort"}
+    assert [each.finish_reason for each in llm.generate(PROMPTS[0], params, False, request_id="mine-1")[0].outputs] == [
+        "length"
+    ] * 3
+
+
 def test_all_requests_are_aborted_at_once(llm: LLM) -> None:
     streams = [llm.stream(prompt, greedy(40, ignore_eos=True, n=2)) for prompt in PROMPTS[:3]]
     for stream in streams[:2]:

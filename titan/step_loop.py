@@ -31,14 +31,14 @@ class _Run:
 
     Args:
         requests: all of them.
-        firsts: the first request of each prompt, by id.
+        by_id: the same, by their ids.
         to_queue: those that the scheduler has had no room for yet, in order.
         expiries: times at which requests of them time out, ascending, without those that have passed.
         failure: of a step, which ended those that were in flight; ``None`` = no step failed.
     """
 
     requests: Sequence[Request]
-    firsts: dict[str, Request]
+    by_id: dict[str, Request]
     to_queue: deque[Request]
     expiries: deque[float]
     failure: str | None = None
@@ -108,17 +108,17 @@ class StepLoop:
         The requests that are unfinished then are aborted, at the latest after the step that runs.
 
         Args:
-            requests: with different ids, not queued yet; that is done as the waiting queue has room, and callers take turns.
+            requests: not queued yet; that is done as the waiting queue has room, and callers take turns.
             find_news: called between steps, perhaps by another thread; must not wait.
 
         Raises:
-            ValueError: a request in flight has the id of one of them; none has started then.
+            ValueError: two of them have one id, or one has that of a request in flight; none has started then.
             RuntimeError: a step failed, which ended one of the requests. The thread that made the step gets the error itself.
             RuntimeError: as `between_steps`.
         """
         expiries = sorted(each.expiry for each in requests if each.expiry is not None)
-        firsts = {each.request_id: each for each in requests if not each.index}
-        run, scheduler = _Run(requests, firsts, deque(requests), deque(expiries)), self.engine.scheduler
+        by_id = {each.request_id: each for each in requests}
+        run, scheduler = _Run(requests, by_id, deque(requests), deque(expiries)), self.engine.scheduler
 
         def ask() -> T | None:
             if run not in self._runs:
@@ -139,11 +139,18 @@ class StepLoop:
         """Add a run to those in flight.
 
         Raises:
-            ValueError: a request in flight has the id of one of its requests.
+            ValueError: two of its requests have one id, or one has that of a request in flight.
         """
+        if len(run.by_id) < len(run.requests):
+            request_id = next(each.request_id for each in run.requests if run.by_id[each.request_id] is not each)
+            raise ValueError(
+                f"request_id={shown(request_id)} names two completions of the call: those after the first of a request have its id "
+                f"with -1, -2, ... behind it; allowed is another one"
+            )
         for other in self._runs:
-            ids = run.firsts.keys() & other.firsts.keys()
-            for request_id in [each for each in ids if not all(one.is_finished for one in other.firsts[each].family)]:
+            for request_id in [each for each in run.by_id if each in other.by_id]:
+                if all(one.is_finished for one in other.by_id[request_id].family):
+                    continue
                 raise ValueError(f"request_id={shown(request_id)} is that of a request in flight: allowed is another one")
         self._runs[run] = None
 
@@ -167,8 +174,8 @@ class StepLoop:
         def abort_families() -> int:
             num_aborted = 0
             for run in self._runs:
-                for request_id in run.firsts if wanted is None else run.firsts.keys() & wanted:
-                    unfinished = [each for each in run.firsts[request_id].family if not each.is_finished]
+                for request_id in run.by_id if wanted is None else run.by_id.keys() & wanted:
+                    unfinished = [each for each in run.by_id[request_id].family if not each.is_finished]
                     for each in unfinished:
                         scheduler.abort(each, "abort_all() was called" if wanted is None else f"abort({request_id!r}) was called")
                     num_aborted += bool(unfinished)

@@ -25,8 +25,8 @@ class RequestTerms:
     """How a request is called and scheduled; none of it changes its tokens.
 
     Args:
-        request_id: of its `RequestOutput`; `LLM.abort` ends it by this. No request in flight may have the same, and it must be no
-            number, as the ids of requests are that are given none (``None``).
+        request_id: of its `RequestOutput`; `LLM.abort` ends it by this. No request or completion in flight may have the same,
+            and it must be no number, as the ids of requests are that are given none (``None``).
         priority: class of the request, "critical", "normal" or "batch"; the policy "priority" reads it, and "fcfs" and "fair"
             refuse another than "normal".
         deadline_s: seconds after its arrival by which the request should be finished; the policy "priority" reads it, "fcfs" and
