@@ -11,12 +11,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from titan.core.growth import BeamSpec, GrowthSpec, ShapeSpec, Worth, chain_spec, main_path_order, shape_plan
+from titan.core.growth import BeamSpec, GrowthSpec, ShapePlan, ShapeSpec, Worth, chain_spec, main_path_order, shape_plan
 from titan.core.limits import MAX_NODES
 from titan.core.options import SpeculationOptions
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
-from titan.core.trees import Parents, chain_parents
+from titan.core.trees import Parents
 from titan.draft.shapes import expected_shape
 
 CHAIN_CHILDREN = 3
@@ -57,7 +57,7 @@ class DraftPolicy:
         self.draft_sampling = draft_sampling
         self.fixed_shape: Parents | None = None
         if not isinstance(draft_tree, str):
-            self.fixed_shape = main_path_order(np.array(draft_tree, np.int32).tobytes()).parents
+            self.fixed_shape = main_path_order(draft_tree).parents
         self.max_draft_tokens = max_draft_tokens
         self._stops_early = stops_early
         self._most_in_chain, self._most_narrow = LARGEST_BUDGETS["dynamic" if self.fixed_shape is not None else str(draft_tree)]
@@ -95,9 +95,9 @@ class DraftPolicy:
         if prefers_chain and self.draft_tree == "auto" and request.params.is_greedy:
             budget = min(budget, MAX_CHAIN_NODES)
         if self.is_sampled(request):
-            return ShapeSpec(shape_plan(self._shape(request, budget).tobytes()), request.params, request.seed)
+            return ShapeSpec(self._shape(request, budget), request.params, request.seed)
         if self.fixed_shape is not None:
-            return ShapeSpec(shape_plan(self.fixed_shape[:budget].tobytes()))
+            return ShapeSpec(self._shape(request, budget))
         if budget <= self._most_in_chain and not self._stops_early:
             return chain_spec(budget)
         temperature = score_temperature(request)
@@ -132,14 +132,14 @@ class DraftPolicy:
     def _beam(self, budget: int, temperature: float, worth: Worth | None = None) -> BeamSpec:
         return BeamSpec(budget, min(budget, self.beam_depth), self.width, self.width + 1, temperature, worth)
 
-    def _shape(self, request: Request, budget: int) -> Parents:
-        """Return the shape of a sampled tree, which must not depend on its tokens."""
+    def _shape(self, request: Request, budget: int) -> ShapePlan:
+        """Return the plan of a fixed shape, or of a sampled tree, which must not depend on its tokens."""
         if self.fixed_shape is not None:
-            return self.fixed_shape[:budget]
+            return shape_plan(self.fixed_shape[:budget])
         if self.draft_tree == "chain":
-            return chain_parents(budget)
+            return chain_spec(budget).plan
         acceptance = tuple(round(max(rank.value, 0.01), 2) for rank in request.draft_history.rank_acceptance)
-        return expected_shape(acceptance, budget, is_caterpillar=budget <= self._most_narrow)
+        return shape_plan(expected_shape(acceptance, budget, is_caterpillar=budget <= self._most_narrow))
 
 
 def score_temperature(request: Request) -> float:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import lru_cache
 from heapq import heappop, heappush
 
-import numpy as np
-
 from titan.core.growth import main_path_order
 from titan.core.trees import Parents
 
@@ -36,4 +34,4 @@ def expected_shape(rank_acceptance: tuple[float, ...], num_nodes: int, *, is_cat
             heappush(open_nodes, (reach / rank_acceptance[rank] * rank_acceptance[rank + 1], parent, rank + 1))
         if rank == 0 or not is_caterpillar:
             heappush(open_nodes, (reach * rank_acceptance[0], node, 0))
-    return main_path_order(np.array(parents, np.int32).tobytes()).parents
+    return main_path_order(parents).parents

@@ -3,8 +3,6 @@
 python examples/tree_policy.py
 """
 
-import numpy as np
-
 from titan import LLM, SamplingParams
 from titan.core.growth import GrowthSpec, ShapeSpec, Worth, main_path_order, shape_plan
 from titan.core.request import Request
@@ -26,8 +24,8 @@ class TwoChains(DraftPolicy):
         prefers_chain: bool = False,  # noqa: ARG002
     ) -> GrowthSpec:
         """Return how the tree of a request grows, of at most ``budget`` nodes."""
-        parents = np.maximum(np.arange(budget, dtype=np.int32) - 2, -1)  # -1 is the root
-        plan = shape_plan(main_path_order(parents.tobytes()).parents.tobytes())
+        parents = [max(node - 2, -1) for node in range(budget)]  # -1 is the root
+        plan = shape_plan(main_path_order(parents).parents)
         return ShapeSpec(plan, request.params, request.seed) if self.is_sampled(request) else ShapeSpec(plan)
 
 

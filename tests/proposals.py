@@ -28,7 +28,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def filled(parents: Parents) -> ShapeSpec:
-    return ShapeSpec(shape_plan(parents.tobytes()))
+    return ShapeSpec(shape_plan(parents))
 
 
 def paths_of(tree: DraftTree) -> list[tuple[int, ...]]:

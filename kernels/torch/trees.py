@@ -153,7 +153,7 @@ def _best_tree(
     comparable = np.where(np.isfinite(scores), scores, -np.inf)
     best = np.argsort(-comparable, kind="stable")[: min(num_places, int(np.isfinite(scores).sum()))]
     node_in_slot = {slot: node for node, slot in enumerate(slots[best].tolist()) if slot >= 0} | {-1: -1}
-    order, parents = main_path_order(np.array([node_in_slot[slot] for slot in parent_slots[best].tolist()], np.int32).tobytes())
+    order, parents = main_path_order([node_in_slot[slot] for slot in parent_slots[best].tolist()])
     best, shape = best[order], topology(parents.tobytes())
     return NodeColumns(token_ids[best], parents, shape.depths, shape.ancestor_bits, scores[best], slots[best])
 

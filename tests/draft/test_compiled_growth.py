@@ -134,7 +134,7 @@ def test_a_shape_with_more_children_than_the_draft_has_tokens_has_fewer_nodes(
 ) -> None:
     """Also where a node that is missing would have children of its own, which are fed as if it were there."""
     twins = GrowthTwins(zoo.path("eight_other"), vocab_size, make_back_end("cpu"))
-    wide = main_path_order(np.array([*[-1] * 12, 10, 10, 11, 0, 12], np.int32).tobytes()).parents
+    wide = main_path_order([*[-1] * 12, 10, 10, 11, 0, 12]).parents
     feeds = twins.feeds([sampled(wide, i) if is_sampled else filled(wide) for i in range(5)])
     trees = assert_grown(twins, feeds, calls, "compiled")
     assert trees.counts.tolist() == [9] * 5 + [0] * 2, "a star of all eight, and one below"

@@ -25,7 +25,7 @@ from titan.kernels.growth import grow_by_passes
 from titan.kernels.interfaces import Backend
 
 NUM_ROWS, NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE, DRAFT_VOCAB_SIZE = 7, 9, 16, 24, 21
-BUSHY = main_path_order(np.array([-1, 0, -1, 0, 0, 2, 0, 4, 3, 3], np.int32).tobytes()).parents
+BUSHY = main_path_order([-1, 0, -1, 0, 0, 2, 0, 4, 3, 3]).parents
 
 
 class RandomDraft:

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from titan.core.growth import main_path_order
+from titan.core.growth import main_path_order, shape_plan
 from titan.core.trees import Parents, topology
 from titan.draft.shapes import expected_shape
 
@@ -46,7 +46,7 @@ def test_no_shape_is_expected_to_do_better(num_nodes: int, rank_acceptance: tupl
 @pytest.mark.parametrize("num_nodes", [1, 3, 5])
 def test_the_main_path_comes_first_and_the_shape_stays_the_same(num_nodes: int) -> None:
     for parents in all_shapes(num_nodes):
-        ordered = main_path_order(parents.tobytes()).parents
+        ordered = main_path_order(parents).parents
         path, node = [], -1
         while node in ordered:
             node = int(np.flatnonzero(ordered == node)[0])  # the first child
@@ -61,3 +61,10 @@ def rank_paths(parents: Parents) -> list[tuple[int, ...]]:
     for parent, rank in zip(parents.tolist(), topology(parents.tobytes()).child_ranks.tolist(), strict=True):
         paths.append((*(paths[parent] if parent >= 0 else ()), rank))
     return paths
+
+
+def test_a_shape_is_its_parents_however_they_are_given() -> None:
+    parents = [-1, -1, 0, 1, 1]
+    given = parents, tuple(parents), np.array(parents), np.array(parents, np.int32), np.array(parents, np.int8)
+    assert len({shape_plan(each) for each in given}) == 1 and shape_plan(parents).parents.tolist() == parents
+    assert {tuple(main_path_order(each).parents.tolist()) for each in given} == {(-1, 0, -1, 2, 2)}

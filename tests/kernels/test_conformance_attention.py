@@ -250,11 +250,11 @@ def test_nodes_that_are_fed_while_trees_grow_see_their_context_and_their_ancesto
     requests = []
     for _ in range(rng.integers(2, 6)):
         shape = np.array(random_parents(rng, int(rng.integers(1, 16))), np.int32)
-        requests.append(Request(int(rng.integers(60)), 1, main_path_order(shape.tobytes()).parents.tolist()))
+        requests.append(Request(int(rng.integers(60)), 1, main_path_order(shape).parents.tolist()))
     case = make_case(requests, window=window, seed=seed)
     trees = [each.tree for each in requests]
     feeds = [
-        Feed(i, each.block_ids, each.context, [0], ShapeSpec(shape_plan(tree.parents.tobytes())))
+        Feed(i, each.block_ids, each.context, [0], ShapeSpec(shape_plan(tree.parents)))
         for i, (each, tree) in enumerate(zip(requests, trees, strict=True))
     ]
     kv = torch.randn(2, int(rng.choice([1, 4])), case.num_blocks, 16, 16, generator=torch.Generator().manual_seed(2))

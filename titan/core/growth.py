@@ -147,9 +147,17 @@ class MainPathOrder(NamedTuple):
     parents: Parents
 
 
+def main_path_order(parents: Sequence[int] | Ints | Parents) -> MainPathOrder:
+    """Put the path of first children of a shape first, so that accepting it moves no KV.
+
+    Args:
+        parents: of the nodes, -1 for children of the root.
+    """
+    return _main_path_order(np.asarray(parents, np.int32).tobytes())
+
+
 @lru_cache(maxsize=4096)
-def main_path_order(parents: bytes) -> MainPathOrder:
-    """Put the path of first children of a shape (int32 parents, as bytes) first, so that accepting it moves no KV."""
+def _main_path_order(parents: bytes) -> MainPathOrder:
     old_parents = np.frombuffer(parents, np.int32)
     path: list[int] = []
     for node, parent in enumerate(old_parents.tolist()):
@@ -162,9 +170,17 @@ def main_path_order(parents: bytes) -> MainPathOrder:
     return MainPathOrder(nodes, new_parents)
 
 
+def shape_plan(parents: Sequence[int] | Ints | Parents) -> ShapePlan:
+    """Return the plan of a shape; it is computed once.
+
+    Args:
+        parents: of its nodes, at least one; -1 for children of the root. A parent comes before its children.
+    """
+    return _shape_plan(np.asarray(parents, np.int32).tobytes())
+
+
 @lru_cache(maxsize=4096)
-def shape_plan(parents: bytes) -> ShapePlan:
-    """Compute the plan of a shape (int32 parents, as bytes; at least one node)."""
+def _shape_plan(parents: bytes) -> ShapePlan:
     shape, parent_of = topology(parents), np.frombuffer(parents, np.int32)
     node_parents = shape.inner_rows[1 + parent_of]
     inner = shape.inner[1:]  # without the root
@@ -189,4 +205,4 @@ def shape_plan(parents: bytes) -> ShapePlan:
 @cache
 def chain_spec(num_nodes: int) -> ShapeSpec:
     """Return the spec of a chain of the most likely tokens."""
-    return ShapeSpec(shape_plan(chain_parents(num_nodes).tobytes()))
+    return ShapeSpec(shape_plan(chain_parents(num_nodes)))
