@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stepping import AMPLE, SCARCE, make_engine, run_all
+from stepping import AMPLE, SCARCE, make_engine, make_request, run_all
 from text_tools import make_byte_tokenizer, make_piece_tokenizer
 from zoo import Zoo, random_prompts
 
@@ -16,11 +16,12 @@ from titan.core.trees import EMPTY_TREE, DraftTree
 from titan.tree_view import VerifiedTree, render_tree, token_text, verified_trees
 
 TEXTS = ["def", " f", "(", "x", ")", " g", ":\n", "y"]
+REQUEST = make_request([0])
 TREE = DraftTree(np.array([1, 2, 4, 3, 5, 6]), np.array([-1, 0, 1, 1, -1, 4], np.int32))
 
 
 def render(path: list[int], final_token_id: int | None, tree: DraftTree = TREE, *, color: bool = False) -> str:
-    return render_tree(VerifiedTree(0, tree, path, final_token_id), lambda token_id: TEXTS[token_id], color=color)
+    return render_tree(VerifiedTree(REQUEST, 0, tree, path, final_token_id), lambda token_id: TEXTS[token_id], color=color)
 
 
 def test_accepted_nodes_are_green_rejected_ones_dim_and_the_final_token_bold() -> None:
@@ -44,7 +45,7 @@ def test_the_final_token_behind_a_leaf_behind_the_root_without_drafts_nowhere_an
     assert render([], 7, tree) == "'def'\n  - ' f'\n  - ' g'\n  > 'y'"
     assert render([], 7, EMPTY_TREE) == "'def'\n  > 'y'"
     assert render([0], None, DraftTree.chain([1, 2])) == "'def'\n  + ' f'\n    - '('"
-    shown = render_tree(VerifiedTree(0, EMPTY_TREE, [], 1), ["\x1b[2J", "\r"].__getitem__)
+    shown = render_tree(VerifiedTree(REQUEST, 0, EMPTY_TREE, [], 1), ["\x1b[2J", "\r"].__getitem__)
     assert shown == "'\\x1b[2J'\n  > '\\r'"
 
 
@@ -68,8 +69,8 @@ def test_an_observer_sees_every_token_come_out_of_a_tree(zoo: Zoo, options: dict
     seen: dict[str, list[int]] = {}
 
     def observe(plan: Any, acceptance: Any) -> None:
-        requests = [request for i, request in enumerate(plan.requests) if plan.reaches_root(i)]
-        for request, verified in zip(requests, verified_trees(plan, acceptance), strict=True):
+        for verified in verified_trees(plan, acceptance):
+            request = verified.request
             tokens = seen.setdefault(request.request_id, [])
             assert verified.root_token_id == (tokens or request.prompt_token_ids)[-1]
             assert verified.tree.draft_probs is None

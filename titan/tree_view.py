@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import DraftTree
 
@@ -22,6 +23,7 @@ class VerifiedTree:
     be used. A stop within the path ends the output there: the tokens after it were accepted but are not emitted.
     """
 
+    request: Request  # whose tokens grow after the step
     root_token_id: int
     tree: DraftTree  # without draft_probs
     path: list[int]
@@ -37,6 +39,7 @@ def verified_trees(plan: StepPlan, acceptance: Acceptance) -> list[VerifiedTree]
     """
     return [
         VerifiedTree(
+            request,
             request.token_ids[-1],
             acceptance.trees[i],
             acceptance.paths[i],
