@@ -10,7 +10,7 @@ from contextlib import suppress
 from copy import copy, deepcopy
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from os import PathLike
 from typing import Any, Unpack, get_type_hints
 from unittest.mock import Mock
@@ -549,11 +549,16 @@ def test_a_draft_is_judged_by_what_came_since_it_was_put_to_use(zoo: Zoo) -> Non
     assert any("useless" in finding for finding in faults(llm.metrics()))
     totals = llm.metrics()
     llm.swap_draft(zoo.path("llama"))
-    assert faults(llm.metrics()) == [] and llm.metrics().current_draft == DraftMetrics(0, 0, 0.0, 0.0)
+    nothing = llm.metrics().current_draft
+    assert faults(llm.metrics()) == [] and not any(nothing.proposed_per_depth + nothing.accepted_per_depth)
+    assert replace(nothing, proposed_per_depth=[], accepted_per_depth=[]) == DraftMetrics(0, 0, [], [], 0, 0, 0.0, 0.0)
     metrics = [each.metrics for each in run()]
     own, after = llm.metrics().current_draft, llm.metrics()
     assert own.mean_acceptance_length == 160 / sum(each.num_sequence_steps for each in metrics) > 2
     assert own.num_proposed_tokens == sum(sum(each.proposed_per_depth) for each in metrics)
+    for name in ("proposed_per_depth", "accepted_per_depth"):
+        assert getattr(own, name) == [*map(sum, zip_longest(*(getattr(each, name) for each in metrics), fillvalue=0))]
+    assert own.num_sequence_steps == sum(each.num_sequence_steps for each in metrics) >= own.num_drafted_steps > 0
     llm.generate(random_prompts(8), greedy(60, ignore_eos=True, use_speculative=False), use_tqdm=False)
     assert faults(llm.metrics()) == [], "what did not draft says nothing of the draft"
     assert llm.metrics().current_draft.mean_acceptance_length < 1.3 < 2 < llm.metrics().current_draft.mean_drafted_length

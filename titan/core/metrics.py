@@ -31,6 +31,10 @@ class EngineCounters:
 class DraftMetrics:
     """Totals of drafting."""
 
+    num_sequence_steps: int  # rows of steps that emitted tokens
+    num_drafted_steps: int  # of these, those that had drafts
+    proposed_per_depth: list[int]  # entry d-1 for depth d
+    accepted_per_depth: list[int]
     num_proposed_tokens: int
     num_accepted_tokens: int
     mean_acceptance_length: float  # tokens per request and target step, final token included

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from itertools import zip_longest
 from operator import sub
 from typing import NamedTuple
 
@@ -72,9 +73,15 @@ class StepLog:
         now, before = self.counters, self._before_draft
         num_steps = now.num_sequence_steps - before.num_sequence_steps
         num_drafted = now.num_drafted_steps - before.num_drafted_steps
-        num_accepted = sum(now.accepted_per_depth) - sum(before.accepted_per_depth)
+        proposed = _more(now.proposed_per_depth, before.proposed_per_depth)
+        accepted = _more(now.accepted_per_depth, before.accepted_per_depth)
+        num_accepted = sum(accepted)
         return DraftMetrics(
-            num_proposed_tokens=sum(now.proposed_per_depth) - sum(before.proposed_per_depth),
+            num_sequence_steps=num_steps,
+            num_drafted_steps=num_drafted,
+            proposed_per_depth=proposed,
+            accepted_per_depth=accepted,
+            num_proposed_tokens=sum(proposed),
             num_accepted_tokens=num_accepted,
             mean_acceptance_length=ratio(now.num_emitted_tokens - before.num_emitted_tokens, num_steps),
             mean_drafted_length=ratio(num_drafted + num_accepted, num_drafted),
@@ -108,6 +115,11 @@ class StepLog:
             split=_split([each.times for each in records], whole_s),
             shortages=_shortages([each.shortage for each in records]),
         )
+
+
+def _more(now: Sequence[int], before: Sequence[int]) -> list[int]:
+    """Return by how much counts per depth have grown."""
+    return [count - past for count, past in zip_longest(now, before, fillvalue=0)]
 
 
 def _rate(records: Sequence[StepRecord], now: float) -> float:
