@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import signature
 from operator import attrgetter
 from typing import Any
 
@@ -46,10 +47,14 @@ def register(name: str, factory: DrafterFactory) -> None:
     """Make a name stand for what a factory returns, wherever a draft model is given; a later factory replaces an earlier one.
 
     Raises:
-        ValueError: the name is one of Titan's own, or the factory cannot be called.
+        ValueError: the name is one of Titan's own, or the factory cannot be called with a `DraftContext`.
     """
-    if not callable(factory):
-        raise ValueError(f"factory={shown(factory)} is not allowed: it must be a function of a DraftContext")
+    try:
+        signature(factory).bind(None)
+    except TypeError as error:
+        raise ValueError(
+            f"factory={shown(factory)} is not allowed: it must be a function of a DraftContext, such as lambda context: MyDrafter()"
+        ) from error
     if name in OWN_NAMES:
         raise ValueError(f"name={name!r} is taken, as each of these is: {', '.join(OWN_NAMES)}")
     _FACTORIES[name] = factory
@@ -79,7 +84,7 @@ def open_drafter(spec: DraftSpec, context: DraftContext) -> Callable[[], Drafter
     if isinstance(drafter, DraftModelDrafter):
         _check_made_for(drafter, context)
     elif drafter is spec:
-        _check_deterministic(drafter.name, context)
+        _check_deterministic(drafter.name, context, besides="; a factory that register() is given may take it")
     check_integer(f"{drafter.name!r}.max_draft_tokens", drafter.max_draft_tokens, 1)
     return lambda: drafter
 
@@ -175,17 +180,17 @@ def choose_weight_bits(bits: int | str | None, config: ModelConfig, dtype: torch
     raise ValueError(f"draft_weight_bits={bits} is not supported {reason}")
 
 
-def _check_deterministic(name: str, context: DraftContext) -> None:
-    """Refuse options that only a draft model can follow."""
+def _check_deterministic(name: str, context: DraftContext, *, besides: str = "") -> None:
+    """Refuse options that only a draft model can follow; ``besides`` says what else there is."""
     if context.draft_tree not in ("auto", "chain"):
         raise ValueError(
             f"draft_tree={context.draft_tree!r} needs a draft model: the drafter {name!r} shapes its own trees; allowed with it "
-            f"are 'auto' and 'chain'"
+            f"are 'auto' and 'chain'{besides}"
         )
     if context.draft_sampling == "sampled":
         raise ValueError(
             f"draft_sampling='sampled' needs a draft model: the drafter {name!r} decides itself how it proposes; allowed with it "
-            f"are 'auto' and 'greedy'"
+            f"are 'auto' and 'greedy'{besides}"
         )
 
 

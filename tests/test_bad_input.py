@@ -89,7 +89,7 @@ ENGINE: dict[str, tuple[str, list[Any]]] = {
     "max_waiting_requests": ("an integer >= 1", [0]),
     "max_prefill_tokens": ("an integer >= 1", [0, 2.5]),
     "max_inter_token_s": ("(0, inf)", [0, -1, nan, "fast"]),
-    "scheduling_policy": ("'fcfs', 'priority', 'fair', or a SchedulingPolicy", ["lifo", None, NoDrafter, FairPolicy]),
+    "scheduling_policy": ("'fair', or an instance of a SchedulingPolicy", ["lifo", None, NoDrafter, FairPolicy]),
     "reservation": ("'on_demand', 'max_tokens'", ["all", None]),
     "preemption_mode": ("'auto', 'recompute', 'swap'", ["drop", None]),
     "swap_space": ("an integer >= 0", [-1, 1.5, "4GB"]),
@@ -161,7 +161,7 @@ OTHERS: list[tuple[Callable[..., Any], dict[str, Any], list[str]]] = [
     (PriorityPolicy, {"ageing_s": -1}, ["ageing_s=-1", "[0, inf)"]),
     (partial(as_terms, 2), {"priority": ["batch", "urgent"]}, ["prompt 1: priority='urgent'", "'critical', 'normal', 'batch'"]),
     (partial(as_terms, 2), {"user": ["a"] * 3}, ["user has 3 entries", "2 prompts"]),
-    (register, {"name": "ngram", "factory": NoDrafter}, ["name='ngram'", "taken", "ngram"]),
+    (register, {"name": "ngram", "factory": lambda _: NoDrafter()}, ["name='ngram'", "taken", "ngram"]),
 ]
 
 
@@ -485,6 +485,8 @@ def test_a_draft_of_another_vocabulary(zoo: Zoo, tmp_path: Path, monkeypatch: py
             LLM(zoo.path("llama+text"), str(tmp_path), **CPU)
         with raises("draft_tree=", "needs a draft model"):
             LLM(zoo.path("llama+text"), "ngram", draft_tree="dynamic", **CPU)
+        with raises("draft_sampling=", "needs a draft model", "a factory that register() is given may take it"):
+            LLM(zoo.path("llama+text"), changed(), draft_sampling="sampled", **CPU)
         with raises("max_model_len=", "at most"):
             LLM(zoo.path("llama+text"), max_model_len=10**6, **CPU)
     llm = LLM(zoo.path("llama+text"), zoo.path("llama+text"), **CPU)
@@ -558,5 +560,6 @@ def test_options_that_leave_nothing_to_sample_are_named_and_cost_no_other(llm: L
 
 
 def test_a_name_of_a_drafter_stands_for_a_function() -> None:
-    with raises("factory=5", "must be a function of a DraftContext"):
-        register("five", 5)  # type: ignore[arg-type]
+    for factory in (5, NoDrafter, lambda: NoDrafter()):
+        with raises(f"factory={factory}", "must be a function of a DraftContext, such as lambda context: MyDrafter()"):
+            register("five", factory)  # type: ignore[arg-type]

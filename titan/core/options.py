@@ -94,7 +94,7 @@ def _check_policy(name: str, policy: object) -> str | SchedulingPolicy:
     try:
         return check_choice(name, policy, SCHEDULING_POLICIES)
     except ValueError as error:
-        raise ValueError(f"{error}, or a SchedulingPolicy") from None
+        raise ValueError(f"{error}, or an instance of a SchedulingPolicy") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
