@@ -118,8 +118,11 @@ class StepLog:
 
 
 def _more(now: Sequence[int], before: Sequence[int]) -> list[int]:
-    """Return by how much counts per depth have grown."""
-    return [count - past for count, past in zip_longest(now, before, fillvalue=0)]
+    """Return by how much counts per depth have grown, up to the last depth that has."""
+    grown = [count - past for count, past in zip_longest(now, before, fillvalue=0)]
+    while grown and not grown[-1]:
+        grown.pop()
+    return grown
 
 
 def _rate(records: Sequence[StepRecord], now: float) -> float:
