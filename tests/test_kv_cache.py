@@ -77,7 +77,7 @@ def test_who_needs_logits_of_the_prompt_awaits_no_sibling_for_it(kv: KVCache) ->
     first.prompt_logprobs = [None]
     assert kv.reserve(second, 8)
     second.commit(8)
-    assert kv.prefixes.awaits_sibling(third) and not kv.prefixes.awaits_sibling(first)
+    assert third.awaits_sibling and not first.awaits_sibling
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_a_sibling_gets_a_copy_of_the_last_block_of_the_prompt(
     first.token_ids.append(99)  # else the prompt's last token cannot be computed
     assert kv.reserve(first, num_tokens + 3)
     first.commit(num_tokens - 2)
-    assert kv.prefixes.awaits_sibling(second)
+    assert second.awaits_sibling
     first.commit(num_computed - num_tokens + 2)
     first.cover_draft(num_drafted)
     kv.clear_new_blocks()
@@ -103,7 +103,7 @@ def test_a_sibling_gets_a_copy_of_the_last_block_of_the_prompt(
     assert kv.reserve(third, kv.pool.num_free * kv.block_size)
     kv.free(third)  # a step that failed leaves blocks that are still to be cleared
     ops.reset_mock()
-    assert not kv.prefixes.awaits_sibling(second)
+    assert not second.awaits_sibling
     num_missing, num_free = kv.num_missing_blocks(second, num_tokens), kv.pool.num_free
     kv.admit(second)
     assert (second.num_computed_tokens, second.num_drafted_context) == (computed, drafted)

@@ -96,6 +96,28 @@ class Request:
         return self.siblings or (self,)
 
     @property
+    def num_common_tokens(self) -> int:
+        """Number of tokens of the prompt, the root excluded, whose KV all siblings have in common."""
+        return min(self.num_prompt_tokens, self.num_tokens - 1)
+
+    @property
+    def leading_sibling(self) -> Request:
+        """The sibling with the most KV of the common tokens in the target's cache, and among equals in the draft's.
+
+        Siblings without blocks, such as swapped ones, do not count; if none has blocks, it is the request itself.
+        """
+        most = self.num_common_tokens
+        return max(self.holders, key=lambda each: (min(each.num_computed_tokens, most), each.num_drafted_context), default=self)
+
+    @property
+    def awaits_sibling(self) -> bool:
+        """Whether a sibling is computing the prompt, so that this request, without KV, waits to share it."""
+        if self.block_ids or self.is_swapped or self.prompt_logits(self.num_prompt_tokens):
+            return False
+        sibling = self.leading_sibling
+        return sibling is not self and sibling.num_computed_tokens < self.num_common_tokens
+
+    @property
     def token_array(self) -> Ints:
         """``token_ids`` as int64 [num_tokens], read-only; each of them is converted once."""
         num_converted, num_tokens = self._num_converted, len(self.token_ids)

@@ -59,8 +59,8 @@ class KVCache:
         Cached blocks that it would share count if they are free. Blocks that a sibling is computing do not: they will be shared.
         """
         num_held = len(request.block_ids)
-        if not num_held and self.prefixes.awaits_sibling(request):
-            num_held = self.prefixes.num_common_tokens(request) // self.block_size
+        if not num_held and request.awaits_sibling:
+            num_held = request.num_common_tokens // self.block_size
         elif not num_held:
             num_held = sum(map(bool, map(self.pool.num_references, self.prefixes.found_blocks(request))))
         return max(self._num_blocks_of(num_slots) - num_held, 0)
@@ -340,9 +340,9 @@ class KVCache:
 
         The sibling goes on writing to its block, which therefore cannot be shared.
         """
-        num_tokens = self.prefixes.num_common_tokens(request)
+        num_tokens = request.num_common_tokens
         num_full_blocks, num_slots = divmod(num_tokens, self.block_size)
-        sibling = self.prefixes.leading_sibling(request)
+        sibling = request.leading_sibling
         is_wanted = num_slots and len(request.block_ids) == num_full_blocks and not request.prompt_logits(num_tokens)
         if not (is_wanted and sibling.num_computed_tokens >= num_tokens and self.pool.num_free):
             return

@@ -36,8 +36,8 @@ class PrefixFinder:
         if request.prompt_logits(request.num_prompt_tokens):
             return Prefix({}, {}, [], 0)
         pool, space, size = self._pool, self._swap_space.pool, self._block_size
-        sibling = self.leading_sibling(request)
-        num_shared = min(sibling.num_computed_tokens, self.num_common_tokens(request)) // size
+        sibling = request.leading_sibling
+        num_shared = min(sibling.num_computed_tokens, request.num_common_tokens) // size
         block_ids = dict(enumerate(sibling.block_ids[:num_shared]))  # shared, whether or not they are cached
         swapped, are_drafted = dict[int, int](), list[int]()
         request.hash_chain += sibling.hash_chain[len(request.hash_chain) : num_shared]
@@ -63,29 +63,6 @@ class PrefixFinder:
     def found_blocks(self, request: Request) -> Collection[int]:
         """Return the blocks of the pool that hold KV of a request without blocks, so that it can share them."""
         return self.find_swapped(request).values() if request.is_swapped else self.find(request).block_ids.values()
-
-    def awaits_sibling(self, request: Request) -> bool:
-        """Whether a sibling is computing the prompt, so that a request without KV waits to share it."""
-        if request.block_ids or request.is_swapped or request.prompt_logits(request.num_prompt_tokens):
-            return False
-        sibling = self.leading_sibling(request)
-        return sibling is not request and sibling.num_computed_tokens < self.num_common_tokens(request)
-
-    def leading_sibling(self, request: Request) -> Request:
-        """Return the sibling with the most KV of the common tokens in the target's cache, and among equals in the draft's.
-
-        Siblings without blocks, such as swapped ones, do not count; if none has blocks, it is the request itself.
-        """
-        num_tokens = self.num_common_tokens(request)
-        return max(
-            request.holders,
-            key=lambda each: (min(each.num_computed_tokens, num_tokens), each.num_drafted_context),
-            default=request,
-        )
-
-    def num_common_tokens(self, request: Request) -> int:
-        """Return the number of tokens of the prompt, the root excluded, whose KV all siblings have in common."""
-        return min(request.num_prompt_tokens, request.num_tokens - 1)
 
     def block_hashes(self, request: Request, start: int) -> Iterator[bytes]:
         """Yield the hashes of the request's full blocks of committed tokens, from block ``start`` on; each is computed once."""

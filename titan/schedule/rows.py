@@ -70,7 +70,7 @@ class RowChooser:
 
     def _num_wanted(self, request: Request) -> int:
         """Return how many tokens a request that does not decode would take if all were for it; 0 while it awaits a sibling."""
-        if self._kv.prefixes.awaits_sibling(request):
+        if request.awaits_sibling:
             return 0
         num_tokens = request.num_uncomputed_tokens
         return min(num_tokens, self._options.prefill_chunk_size or num_tokens)
@@ -140,7 +140,7 @@ class RowChooser:
             request = scheduler.first()
             if (shortage := self._shortage(request)) is not None:
                 return shortage
-            is_delayed = self._kv.prefixes.awaits_sibling(request) or (request.is_swapped and bool(self._plan.requests))
+            is_delayed = request.awaits_sibling or (request.is_swapped and bool(self._plan.requests))
             if self._prompt_budget <= 0 and not is_delayed:
                 return "tokens"
             num_free, num_kept = pool.num_free, self._num_blocks_kept_free(request)
@@ -171,7 +171,7 @@ class RowChooser:
         scheduler, kv = self._scheduler, self._kv
         request = scheduler.first()
         candidates = scheduler.consult(scheduler.policy.displaceable, request, scheduler.running, scheduler.clock())
-        if not candidates or self._options.reservation == "max_tokens" or kv.prefixes.awaits_sibling(request):
+        if not candidates or self._options.reservation == "max_tokens" or request.awaits_sibling:
             return
         num_lacking = self._num_missing_blocks([*scheduler.running, request]) - kv.pool.num_free
         num_lacking += self._num_blocks_kept_free(request)

@@ -224,7 +224,7 @@ class Scheduler:
 
     def start(self, request: Request) -> None:
         """Start a waiting request with the KV that is already computed, or without KV while a sibling is computing its prompt."""
-        if not self.kv.prefixes.awaits_sibling(request):
+        if not request.awaits_sibling:
             self._admit(request)
         self.running.append(request)
         self.consult(self.policy.remove, request)
@@ -234,7 +234,7 @@ class Scheduler:
         """Give a running request that awaited a sibling its KV, if that is computed and there is room; return whether it has KV."""
         if request.block_ids:
             return True
-        if request not in self.running or self.kv.prefixes.awaits_sibling(request):
+        if request not in self.running or request.awaits_sibling:
             return False
         if self.kv.num_missing_blocks(request, request.num_tokens) > self.kv.pool.num_free:
             return False
