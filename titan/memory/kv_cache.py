@@ -21,7 +21,7 @@ from titan.kernels.interfaces import CacheOps, PathMove
 from titan.memory.block_pool import BlockPool
 from titan.memory.prefix import PrefixFinder
 from titan.memory.sizing import block_bytes
-from titan.memory.swap_space import SwapSpace, find_blocks, take_blocks
+from titan.memory.swap_space import SwapSpace, take_blocks
 
 
 class KVCache:
@@ -196,7 +196,7 @@ class KVCache:
             return False
         request.commit(0)  # lowers the draft's coverage, which a failed step may have left too high
         sources = dict(enumerate(request.block_ids[:num_blocks]))
-        found = find_blocks(space, request.block_hashes, self._num_blocks_of(request.num_drafted_context))
+        found = self.prefixes.find_own(request, space)
         copy_out = partial(self.swap_space.copy_out, self.tensors)
         block_ids = take_blocks(space, found, request.block_hashes, sources, self.pool, space.allocate, copy_out)
         if block_ids is None:
@@ -325,7 +325,7 @@ class KVCache:
 
     def _swap_in(self, request: Request) -> None:
         """Move a request's KV back from the swap space; passes may use it after `await_copies`."""
-        found, sources = self.prefixes.find_swapped(request), dict(enumerate(request.swapped_block_ids))
+        found, sources = self.prefixes.find_own(request, self.pool), dict(enumerate(request.swapped_block_ids))
         request.extend_blocks(self._take(found, request.block_hashes, sources))
         self.swap_space.pool.release(request.leave_swap())
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from titan.core.request import Request
 from titan.memory.block_pool import BlockPool, hash_block, hash_root
-from titan.memory.swap_space import SwapSpace, find_blocks
+from titan.memory.swap_space import SwapSpace
 
 
 class Prefix(NamedTuple):
@@ -56,13 +56,18 @@ class PrefixFinder:
         block_hashes = request.hash_chain[: num_shared + len(are_drafted)]
         return Prefix(block_ids, swapped, block_hashes, num_drafted_blocks)
 
-    def find_swapped(self, request: Request) -> dict[int, int]:
-        """Return the blocks of the pool that still hold KV of a swapped request, by their index in it."""
-        return find_blocks(self._pool, request.block_hashes, -(-request.num_drafted_context // self._block_size))
+    def find_own(self, request: Request, pool: BlockPool) -> dict[int, int]:
+        """Return a pool's cached blocks that hold KV of a request, the draft's as far as there is any, by their index in it."""
+        found, num_drafted_blocks = dict[int, int](), -(-request.num_drafted_context // self._block_size)
+        for i, block_hash in enumerate(request.block_hashes):
+            block_id = pool.lookup(block_hash)
+            if block_id is not None and (i >= num_drafted_blocks or pool.is_drafted[block_id]):
+                found[i] = block_id
+        return found
 
     def found_blocks(self, request: Request) -> Collection[int]:
         """Return the blocks of the pool that hold KV of a request without blocks, so that it can share them."""
-        return self.find_swapped(request).values() if request.is_swapped else self.find(request).block_ids.values()
+        return (self.find_own(request, self._pool) if request.is_swapped else self.find(request).block_ids).values()
 
     def block_hashes(self, request: Request, start: int) -> Iterator[bytes]:
         """Yield the hashes of the request's full blocks of committed tokens, from block ``start`` on; each is computed once."""

@@ -118,22 +118,6 @@ class SwapSpace:
         return seconds / count
 
 
-def find_blocks(pool: BlockPool, block_hashes: Sequence[bytes], num_drafted_blocks: int) -> dict[int, int]:
-    """Return the cached blocks of a pool that hold KV of a request, by their index in it.
-
-    Args:
-        pool: where they are looked up.
-        block_hashes: of the request's full blocks.
-        num_drafted_blocks: leading blocks that must hold the current draft's KV as well.
-    """
-    found = {}
-    for i, block_hash in enumerate(block_hashes):
-        block_id = pool.lookup(block_hash)
-        if block_id is not None and (i >= num_drafted_blocks or pool.is_drafted[block_id]):
-            found[i] = block_id
-    return found
-
-
 def take_blocks(
     pool: BlockPool,
     found: Mapping[int, int],
@@ -149,7 +133,7 @@ def take_blocks(
 
     Args:
         pool: the pool of the result.
-        found: from `find_blocks`.
+        found: blocks of it, by their index in the request.
         block_hashes: of the request's full blocks.
         sources: blocks that the others are copied from, by their index in the request.
         source_pool: the pool of these.
