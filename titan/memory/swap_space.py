@@ -79,22 +79,18 @@ class SwapSpace:
         new = [block_hash for block_hash in evicted if block_hash not in held]
         new = new[max(0, len(new) - self.pool.num_free) :]
         targets = held | dict(zip(new, self.pool.allocate(len(new)), strict=True))
-        sources = {block_hash: block_id for block_hash, block_id in evicted.items() if block_hash in targets}
-        copied = [
-            block_hash
-            for block_hash, source in sources.items()
-            if block_hash not in held or pool.is_drafted[source] > self.pool.is_drafted[targets[block_hash]]
-        ]
+        redrafted = [each for each in held if pool.is_drafted[evicted[each]] > self.pool.is_drafted[held[each]]]
+        copied = [*redrafted, *new]
         try:
-            self.copy_out(tensors, [sources[each] for each in copied], [targets[each] for each in copied])
+            self.copy_out(tensors, [evicted[each] for each in copied], [targets[each] for each in copied])
             for block_hash in copied:
                 self.pool.register(targets[block_hash], block_hash)
-                self.pool.is_drafted[targets[block_hash]] = pool.is_drafted[sources[block_hash]]
+                self.pool.is_drafted[targets[block_hash]] = pool.is_drafted[evicted[block_hash]]
         except Exception as error:
             if not is_out_of_memory(error):  # else these prefixes are forgotten
                 raise
         finally:
-            self.pool.release([targets[block_hash] for block_hash in sources])
+            self.pool.release([targets[each] for each in evicted if each in targets])
 
     def measure_copies(
         self, tensors: Mapping[Role, KVTensor], pool: BlockPool, wait: Callable[[Sequence[Tensor]], object]
