@@ -31,7 +31,7 @@ class RowChooser:
         self._plan = StepPlan(requests=[], num_tokens=[], draft_budgets=[], num_slots=[])
         self._budget = scheduler.options.max_num_batched_tokens  # tokens left
         self._prompt_budget = 0  # tokens left, of these, for requests that do not decode
-        self._num_preemptions_before = 0  # total before the rows were chosen
+        self._has_preempted = False  # since running requests lacked room
         self._num_spare_blocks = 0  # free blocks that running requests do not need, so that others may join
         self._num_needed: dict[Request, int] = {}  # blocks that a waiting request needs to start, cached: slow for long prompts
 
@@ -40,7 +40,6 @@ class RowChooser:
         scheduler, plan = self._scheduler, self._plan
         if scheduler.waiting:
             self._displace()
-        self._num_preemptions_before = scheduler.counters.num_preemptions
         for request in [each for each in scheduler.running if each.num_uncomputed_tokens == 1]:
             self._add_running(request, 1)
         may_join = scheduler.waiting and len(scheduler.running) < self._options.max_batch_size
@@ -115,6 +114,7 @@ class RowChooser:
                 return
             victim = scheduler.consult(scheduler.policy.victim, scheduler.running, scheduler.clock())
             scheduler.preempt(victim)
+            self._has_preempted = True
             self._plan.remove(victim)
 
     def _add(self, request: Request, num_tokens: int) -> None:
@@ -160,7 +160,7 @@ class RowChooser:
         scheduler = self._scheduler
         if len(scheduler.running) >= self._options.max_batch_size:
             return "requests"
-        if scheduler.counters.num_preemptions > self._num_preemptions_before:  # running requests lacked room
+        if self._has_preempted:
             return "blocks"
         if request not in self._num_needed:
             self._num_needed[request] = self._num_missing_blocks([request]) + self._num_blocks_kept_free(request)
