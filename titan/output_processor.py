@@ -12,7 +12,7 @@ from titan.core.sampling_params import SamplingParams
 from titan.detokenizer import IncrementalDetokenizer
 from titan.prompts import Prompt, Refusal, shown_prompt
 from titan.schedule.scheduler import Scheduler
-from titan.schedule.stopping import fail_if_unreadable, mark_failed
+from titan.schedule.stopping import fail_if_unreadable
 
 
 class OutputProcessor:
@@ -84,18 +84,11 @@ class OutputProcessor:
         of_prompt, of_output, first = request.prompt_logprobs or [], request.logprobs or [], request.num_decoded_logprobs
         new = [*of_prompt[first:], *of_output[max(first - len(of_prompt), 0) :]]
         if self._tokenizer is not None and request.params.detokenize:
-            with fail_if_unreadable(request, self._fail):
+            with fail_if_unreadable(request, self._scheduler.fail):
                 for entry in filter(None, new):
                     for token_id, logprob in entry.items():
                         logprob.decoded_token = self._token_text(token_id)
         request.num_decoded_logprobs += len(new)  # last: if this is interrupted, the next output has them
-
-    def _fail(self, request: Request, error: str) -> None:
-        """End a request with an error; the scheduler has to end one that still runs."""
-        if request.is_finished:
-            mark_failed(request, error)
-        else:
-            self._scheduler.fail(request, error)
 
 
 def refused_output(request_id: str, prompt: Prompt | Refusal, params: SamplingParams, reason: str) -> RequestOutput:

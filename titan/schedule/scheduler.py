@@ -120,8 +120,11 @@ class Scheduler:
         self._end(request, FinishReason.ABORT, error)
 
     def fail(self, request: Request, error: str) -> None:
-        """End an unfinished request that cannot go on, and release its blocks; it need not have been queued."""
-        self._end(request, FinishReason.ERROR, error)
+        """End a request with an error, and release its blocks; it need not have been queued, and may have ended before."""
+        if request.is_finished:
+            mark_failed(request, error)
+        else:
+            self._end(request, FinishReason.ERROR, error)
 
     def _end(self, request: Request, reason: FinishReason, error: str | None) -> None:
         assert not request.is_finished
