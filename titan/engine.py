@@ -43,7 +43,7 @@ from titan.execute.pass_timer import PassTimer
 from titan.kernels.backend import choose_backend, choose_device
 from titan.kernels.interfaces import Backend, Model, PassCounts, PassLimits, Runner, WarmUp
 from titan.memory.kv_cache import KVCache
-from titan.memory.sizing import block_bytes, num_kv_blocks, num_swap_blocks
+from titan.memory.sizing import block_bytes, check_swap_space, num_kv_blocks
 from titan.models.config import ModelConfig
 from titan.models.loader import Checkpoint, load_model, run_dtype
 from titan.schedule.admission import RequestLimits
@@ -108,10 +108,9 @@ class Engine:
         drafter = self._load(model, draft)
         layouts = [self._target.kv_layout.stored_as(config.memory.kv_cache_dtype), *([] if drafter.kv is None else [drafter.kv])]
         num_blocks = self._num_kv_blocks(layouts)
-        free_memory = host_memory().available
-        if backend.is_host:
-            free_memory -= num_blocks * block_bytes(block_size, layouts)
-        num_host_blocks = num_swap_blocks(config.schedule.swap_space, layouts, block_size, free_memory)
+        bytes_per_block = block_bytes(block_size, layouts)
+        free_memory = host_memory().available - (num_blocks * bytes_per_block if backend.is_host else 0)
+        check_swap_space(config.schedule.swap_space, bytes_per_block, free_memory)
         self.kv = KVCache(num_blocks, block_size, config.memory.enable_prefix_caching, backend.cache)
         self.kv.tensors = {"target": KVTensor(layouts[0], num_blocks, block_size, backend.device, backend.cache.zeros)}
         self.runner = self._prepare_target(self.kv.tensors["target"])
@@ -127,7 +126,7 @@ class Engine:
         prefill_limit = None if self._pace is None else self._pace.prefill_limit
         self.scheduler = Scheduler(config.schedule, self.kv, self.counters, prefill_limit=prefill_limit)
         self._byte_s = 0.0  # of copying a byte of KV out and in again
-        if num_host_blocks:
+        if num_host_blocks := config.schedule.swap_space // bytes_per_block:
             self.kv.resize_swap_space(num_host_blocks, ())
             copy_s = self.kv.swap_space.measure_copies(self.kv.tensors, self.kv.pool, backend.download)
             self._byte_s = copy_s / self.kv.bytes_per_block
@@ -305,7 +304,7 @@ class Engine:
                 f"the draft {drafter.name!r} takes {needed} bytes for the KV of {self.kv.num_blocks} blocks, and {free_memory} are "
                 f"free: allowed are at most these"
             )
-        num_swap_blocks(swap_space, [self.kv.tensors["target"].layout, *own], block_size, swap_space)
+        check_swap_space(swap_space, block_bytes(block_size, [self.kv.tensors["target"].layout, *own]))
 
     def compact_kv_cache(self) -> int:
         """Move all KV blocks with content to the front, each request's in a row; return how many moved. See `KVCache.compact`."""

@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from math import floor
+from math import floor, inf
 
 from titan.core.kv_tensor import KVLayout
 from titan.core.options import MemoryOptions
 from titan.kernels.interfaces import KVMemory
 
 
-def num_swap_blocks(swap_space: int, layouts: Sequence[KVLayout], block_size: int, free_memory: int) -> int:
-    """Return the number of blocks in a swap space.
-
-    Args:
-        swap_space: its size in bytes.
-        layouts: of the target's and the draft's cache.
-        block_size: tokens per block.
-        free_memory: bytes of the host that can be allocated.
+def check_swap_space(swap_space: int, bytes_per_block: int, free_memory: float = inf) -> None:
+    """Check that a swap space of this many bytes fits the free memory of the host, and holds a block; 0 bytes are no swap space.
 
     Raises:
-        ValueError: there is less memory, or not even one block fits.
+        ValueError: it does not.
     """
-    if not swap_space:
-        return 0
-    bytes_per_block = block_bytes(block_size, layouts)
-    if swap_space > free_memory:
+    if swap_space and swap_space > free_memory:
         raise ValueError(
             f"swap_space={swap_space} is more than the {free_memory} bytes of the host that are free: allowed are at most these"
         )
-    if swap_space < bytes_per_block:
+    if 0 < swap_space < bytes_per_block:
         raise ValueError(f"swap_space={swap_space} is not enough: one block takes {bytes_per_block} bytes")
-    return swap_space // bytes_per_block
 
 
 def num_kv_blocks(
