@@ -55,7 +55,8 @@ def test_the_same_memory_holds_nearly_twice_the_tokens_of_bfloat16(zoo: Zoo) -> 
     plain = KVLayout((KVGroup(16, 12, 64), KVGroup(2, 4, 64)), torch.bfloat16)
     layouts = [plain.stored_as(dtype) for dtype in ("auto", "int8")]
     auto, int8 = (
-        num_kv_blocks(MemoryOptions(kv_cache_memory=2**30), [each, each], 10**9, MagicMock(), lambda: 2**40) for each in layouts
+        num_kv_blocks(MemoryOptions(kv_cache_memory=2**30), [each, each], 10**9, MagicMock(free_memory=lambda: 2**40), MagicMock())
+        for each in layouts
     )
     assert 1.85 * auto <= int8 <= 2 * auto
     assert layouts[1].bytes_per_token == 2 * (16 * 12 + 2 * 4) * (64 + 4)

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -155,17 +156,9 @@ class Engine:
     def _num_kv_blocks(self, layouts: Sequence[KVLayout]) -> int:
         """Return the number of KV blocks: as given in the options, or what fits beside the largest pass."""
         limits = self._pass_limits
-
-        def run() -> None:
-            run_largest_pass(self.backend, self._target, self.config, limits, self.max_model_len)
-
-        return num_kv_blocks(
-            self.config.memory,
-            layouts,
-            num_useful=limits.num_requests * limits.num_blocks,
-            measure=lambda: self.backend.memory_for_kv(run),
-            free_memory=self.backend.free_memory,
-        )
+        num_useful = limits.num_requests * limits.num_blocks
+        run = partial(run_largest_pass, self.backend, self._target, self.config, limits, self.max_model_len)
+        return num_kv_blocks(self.config.memory, layouts, num_useful, self.backend, run)
 
     @property
     def limits(self) -> RequestLimits:

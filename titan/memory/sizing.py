@@ -7,7 +7,7 @@ from math import floor, inf
 
 from titan.core.kv_tensor import KVLayout
 from titan.core.options import MemoryOptions
-from titan.kernels.interfaces import KVMemory
+from titan.kernels.interfaces import Backend, KVMemory
 
 
 def check_swap_space(swap_space: int, bytes_per_block: int, free_memory: float = inf) -> None:
@@ -28,8 +28,8 @@ def num_kv_blocks(
     options: MemoryOptions,
     layouts: Sequence[KVLayout],
     num_useful: int,
-    measure: Callable[[], KVMemory],
-    free_memory: Callable[[], int],
+    backend: Backend,
+    run_largest_passes: Callable[[], None],
 ) -> int:
     """Return the number of blocks in the KV cache: as the options give it, else as many as fit the memory.
 
@@ -37,15 +37,15 @@ def num_kv_blocks(
         options: the user's.
         layouts: of the target's and the draft's cache, in which a block takes memory.
         num_useful: upper bound unless the options give a size: running requests can hold no more blocks.
-        measure: returns the memory that there is for the caches; called only if the user has not given a size.
-        free_memory: returns the bytes that can be allocated; called only if the user has given a size.
+        backend: tells how much memory there is.
+        run_largest_passes: as for `Backend.memory_for_kv`; called only if the user has not given a size.
 
     Raises:
         ValueError: not even one block fits, or the user has given more than fits.
     """
     bytes_per_block = block_bytes(options.block_size, layouts)
     given = options.kv_cache_memory or (options.num_kv_blocks or 0) * bytes_per_block
-    if given and given > (num_free := free_memory()):
+    if given and given > (num_free := backend.free_memory()):
         if options.kv_cache_memory is not None:
             raise ValueError(f"kv_cache_memory={given} is more than the {num_free} bytes that are free: allowed are at most these")
         raise ValueError(
@@ -59,7 +59,7 @@ def num_kv_blocks(
         if not num_blocks:
             raise ValueError(f"kv_cache_memory={options.kv_cache_memory} is not enough: one block takes {bytes_per_block} bytes")
         return num_blocks
-    memory, share = measure(), options.memory_utilization
+    memory, share = backend.memory_for_kv(run_largest_passes), options.memory_utilization
     num_bytes = memory.default if share is None else int(memory.free - (1 - share) * memory.total)
     if num_bytes < bytes_per_block:
         raise ValueError(_too_few(memory, share, num_bytes, bytes_per_block))
