@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -22,7 +21,7 @@ from titan.kernels.cpu.runner import OP_TRAITS, CompiledRunner, is_one_call
 from titan.kernels.cpu.sampling import CompiledSampling
 from titan.kernels.cpu.trees import CompiledTrees
 from titan.kernels.interfaces import LayerOps, PassCounts, PassLimits, Runner
-from titan.kernels.torch.backend import TorchBackend, host_by_default, upload, using_threads
+from titan.kernels.torch.backend import TorchBackend, host_by_default, using_threads
 
 LOG = logging.getLogger(__name__)
 
@@ -37,15 +36,13 @@ class CpuBackend(TorchBackend):
     name = "compiled C++"
 
     def __init__(self, kernels: CompiledKernels) -> None:
-        super().__init__(torch.device("cpu"), kernels.description)
-        self.num_threads = kernels.num_threads
+        super().__init__(torch.device("cpu"), kernels.description, kernels.num_threads)
         self._torch_models: WeakSet[Any] = WeakSet()  # models whose layers PyTorch runs
         sampling = CompiledSampling(kernels)
         self._kernels = kernels
-        to_device = partial(upload, device=self.device)  # as in the base class, without a reference to this back end
         self.sampling = sampling
-        self.trees = CompiledTrees(kernels, sampling, to_device)
-        self.cache = HostCache(to_device)
+        self.trees = CompiledTrees(kernels, sampling, self.upload)
+        self.cache = HostCache(self.upload)
 
     def active(self) -> AbstractContextManager[None]:
         # else little is left to PyTorch, and its threads would take cores from the kernels' own

@@ -108,10 +108,10 @@ class TorchBackend:
         self.is_host = device.type == "cpu"
         self.num_threads = torch_threads() if num_threads is None else num_threads
         self._description = description
-        to_device = partial(upload, device=device)  # not `self.upload`: the cycle would keep this back end until a collection
-        self.cache: CacheOps = TorchCache(to_device)
-        self.sampling: SamplingOps = TorchSampling(to_device)
-        self.trees: TreeOps = TorchTrees(self.sampling, to_device)
+        self.upload = partial(upload, device=device)  # no method: the cycle would keep this back end until a collection
+        self.cache: CacheOps = TorchCache(self.upload)
+        self.sampling: SamplingOps = TorchSampling(self.upload)
+        self.trees: TreeOps = TorchTrees(self.sampling, self.upload)
 
     def active(self) -> AbstractContextManager[None]:
         return host_by_default(using_threads(self.num_threads))
@@ -139,9 +139,6 @@ class TorchBackend:
     def memory_for_kv(self, run_largest_passes: Callable[[], None]) -> KVMemory:
         available, total = host_memory()
         return KVMemory(total, available, int(available * KV_MEMORY_SHARE))
-
-    def upload(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
-        return upload(arrays, self.device)
 
     def download(self, tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
         return [tensor.cpu().numpy() for tensor in tensors]

@@ -63,11 +63,11 @@ class TritonBackend:
         self.device = device
         self._capture = capture
         self._tables: dict[tuple[int, int], BlockTables] = {}  # by shape: those of target and draft are the same
-        to_device = partial(upload, device=device)  # not `self.upload`: the cycle would keep this back end until a collection
-        sampling = TritonSampling(to_device)
-        self.cache: CacheOps = CudaCache(to_device, device)
+        self.upload = partial(upload, device=device)  # no method: the cycle would keep this back end until a collection
+        sampling = TritonSampling(self.upload)
+        self.cache: CacheOps = CudaCache(self.upload, device)
         self.sampling: SamplingOps = sampling
-        self.trees: TreeOps = TritonTrees(device, to_device, sampling)
+        self.trees: TreeOps = TritonTrees(device, self.upload, sampling)
 
     def active(self) -> AbstractContextManager[None]:
         # the caller, another engine or another thread, which runs the next step, may have another device and stream
@@ -119,9 +119,6 @@ class TritonBackend:
         # free memory now: what was loaded for the first pass stays
         free, total = torch.cuda.mem_get_info(self.device)
         return KVMemory(total, free - peak, int(max(0, free - peak) * KV_MEMORY_SHARE))
-
-    def upload(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
-        return upload(arrays, self.device)
 
     def download(self, tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
         return download(tensors)
