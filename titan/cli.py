@@ -27,6 +27,7 @@ from titan.core.options import (
     MODEL_IMPLS,
     SPECULATION_TARGETS,
     SPECULATIONS,
+    EngineOptions,
     ModelOptions,
     draft_tree_of,
     weight_bits_of,
@@ -62,20 +63,14 @@ REVISION_HELP = "branch, tag or commit of --model on the hub (default: its main 
 
 SAMPLING_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "max_tokens", "ignore_eos")
 """Options of ``titan generate`` that `SamplingParams` takes under the same names."""
-ENGINE_OPTIONS = (
-    *("tokenizer", "revision", "dtype", "draft_dtype", "draft_weight_bits", "model_impl", "trust_remote_code"),
-    *("device", "num_threads"),
-    *("warm_up", "speculation", "speculation_target", "max_draft_tokens", "draft_tree", "draft_sampling"),
-)
-"""Options of ``titan generate`` that `LLM` takes under the same names."""
+ENGINE_OPTIONS = {"tokenizer", *EngineOptions.__annotations__} - {"seed"}
+"""Options of ``titan generate`` that `LLM` takes under the same names; ``--seed`` is one of the sampling."""
 SHOWS_OF_DRAFTS = ("show_tree", "compare")
 """Options of ``titan generate`` that show what drafts do, and need some."""
 DRAFT_MODEL_OPTIONS = ("draft_dtype", "draft_weight_bits")
 """Options of ``titan generate`` that say how a draft model runs, and need one."""
 DRAFT_OPTIONS = (*DRAFT_MODEL_OPTIONS, "speculation_target", "max_draft_tokens", "draft_tree", "draft_sampling")
 """Options of ``titan generate`` that say how to draft, and need a draft, even if speculation is off."""
-MODEL_OPTIONS = ("revision", "dtype", "model_impl", "trust_remote_code")
-"""Options of ``titan info`` that are those of a model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,7 +407,7 @@ def _as_json(run: Run, plain: Run | None, difference: Difference | None) -> dict
 
 def _info(args: argparse.Namespace) -> int:
     """Print the versions of Titan and its dependencies, the device, and the kernels in use; or what running a model takes."""
-    given = _given(args, MODEL_OPTIONS)
+    given = _given(args, ModelOptions.__annotations__)
     for name, value in given.items() if args.model is None else ():
         raise ValueError(f"{_flag(name)}{'' if value is True else f'={value!r}'} needs --model: it is an option of a model")
     backend = choose_backend(choose_device("auto"))
