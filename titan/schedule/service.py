@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, MutableMapping
 
 from titan.core.metrics import UserMetrics
 from titan.core.request import Request
@@ -16,17 +15,12 @@ MAX_STARTS = 1024
 """Maximum requests whose time in the queue is in the log: the last ones that started."""
 
 
-class _Tokens(NamedTuple):
-    prompt: int = 0
-    output: int = 0
-
-
 class ServiceLog:
     """Counts tokens by user when requests start and end, not in every step."""
 
     def __init__(self) -> None:
         self.queue_s: deque[float] = deque(maxlen=MAX_STARTS)  # from arrival to start
-        self._users: OrderedDict[str | None, _Tokens] = OrderedDict()  # without the output of requests in flight
+        self._users: OrderedDict[str | None, UserMetrics] = OrderedDict()  # without the output of requests in flight
 
     def start(self, request: Request, num_prompt_tokens: int, now: float) -> None:
         """Note that a request starts for the first time, with this many tokens of its prompt to compute."""
@@ -45,13 +39,16 @@ class ServiceLog:
         """
         found = dict(self._users)
         for request in in_flight:
-            prompt, output = found.get(request.terms.user, _Tokens())
-            found[request.terms.user] = _Tokens(prompt, output + request.num_output_tokens)
-        return {user: UserMetrics(num_prompt_tokens=prompt, num_output_tokens=output) for user, (prompt, output) in found.items()}
+            _add_tokens(found, request.terms.user, 0, request.num_output_tokens)
+        return found
 
     def _add(self, user: str | None, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        prompt, output = self._users.get(user, _Tokens())
-        self._users[user] = _Tokens(prompt + num_prompt_tokens, output + num_output_tokens)
+        _add_tokens(self._users, user, num_prompt_tokens, num_output_tokens)
         self._users.move_to_end(user)
         if len(self._users) > MAX_USERS:
             self._users.popitem(last=False)
+
+
+def _add_tokens(users: MutableMapping[str | None, UserMetrics], user: str | None, num_prompt: int, num_output: int) -> None:
+    before = users.get(user, UserMetrics(0, 0))
+    users[user] = UserMetrics(before.num_prompt_tokens + num_prompt, before.num_output_tokens + num_output)
