@@ -92,7 +92,7 @@ class ShapeGrowth:
     def _make_levels(self) -> list[ShapeLevel]:
         owners = np.repeat(np.arange(len(self._plans)), [plan.inner.shape[1] for plan in self._plans])
         starts = np.array(self._starts)[owners]
-        _, depths, parents, ranks, bits, num_children = np.concatenate([plan.inner for plan in self._plans], 1)
+        depths, parents, ranks, bits, num_children = np.concatenate([plan.inner for plan in self._plans], 1)
         places = np.argsort(depths, kind="stable")
         sources = (starts + parents) * self._max_children + ranks
         of_levels = np.split(places, np.cumsum(np.bincount(depths))[:-1])

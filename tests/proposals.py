@@ -58,7 +58,7 @@ def _with_q(tree: DraftTree, trees: DraftTrees, row: int) -> DraftTree:
         return tree
     assert trees.draft_probs is not None and trees.draft_rows is not None
     of_root = int(trees.start_loc[row]) + row
-    entries = torch.from_numpy(of_root + 1 + tree.topology.inner.astype("int64")).to(trees.draft_rows.device)
+    entries = torch.from_numpy(of_root + 1 + tree.topology.inner).to(trees.draft_rows.device)
     return replace(tree, draft_probs=trees.draft_probs[trees.draft_rows[entries].long()].cpu())
 
 

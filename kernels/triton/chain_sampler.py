@@ -80,7 +80,7 @@ class ChainSampler:
             probs: the q that these were sampled from, whose rows are those of `probs_rows`.
         """
         assert chains.sampling is not None
-        _, depths, *_, num_children = np.concatenate([plan.inner for plan in chains.plans], 1)
+        depths, *_, num_children = np.concatenate([plan.inner for plan in chains.plans], 1)
         owners = np.repeat(np.arange(len(chains.plans)), 1 + chains.num_fed)
         parents = np.flatnonzero(num_children > 1)
         chosen, depths_of_parents = owners[parents], depths[parents]

@@ -87,8 +87,8 @@ class ShapePlan:
     parents: Parents  # the path of first children first
     shape: Topology
     feeds: tuple[Ints, ...]  # the inner nodes by depth, from 1 on
-    # int64 [6, num_inner], a column per inner node, the root first. Rows: node, -1 for the root; depth, 0 for the root; index of
-    # the parent's column, 0 for the root; number of the parent's earlier children; ancestor bits; number of children
+    # int64 [5, num_inner], a column per inner node, the root first. Rows: depth; index of the parent's column; number of the
+    # parent's earlier children; ancestor bits; number of children. All but the last are 0 for the root
     inner: Ints
     num_slots: int  # number of slots up to that of the last node that is fed
     max_children: int
@@ -189,12 +189,12 @@ def _shape_plan(parents: bytes) -> ShapePlan:
     num_children = np.bincount(node_parents)
     slots = np.full(len(parent_of), -1, np.int32)
     slots[inner] = inner
-    feeds = tuple(inner[depths == depth].astype(np.int64) for depth in range(1, int(depths.max(initial=0)) + 1))
+    feeds = tuple(inner[depths == depth] for depth in range(1, int(depths.max(initial=0)) + 1))
     return ShapePlan(
         parents=parent_of,
         shape=shape,
         feeds=feeds,
-        inner=np.stack((shape.inner.astype(np.int64), *(np.append(0, column) for column in columns), num_children)),
+        inner=np.stack((*(np.append(0, column) for column in columns), num_children)),
         num_slots=int(shape.inner[-1]) + 1,
         max_children=int(num_children.max()),
         node_parents=node_parents,

@@ -36,7 +36,7 @@ class Topology:
     depths: Ints  # [num_nodes], children of the root have depth 1
     ancestor_bits: Ints  # [num_nodes]; bit j of entry i says that node j is i or one of its ancestors
     child_ranks: Ints  # [num_nodes], number of earlier children of the node's parent
-    inner: NDArray[np.int32]  # [num_inner], the distinct parents, ascending: the root (-1) and the nodes that have children
+    inner: Ints  # [num_inner], the distinct parents, ascending: the root (-1) and the nodes that have children
     inner_rows: Ints  # [1 + num_nodes], indices of the root and the nodes among the inner ones; 0 for a leaf
     is_chain: bool
 
@@ -61,7 +61,7 @@ def topology(parents: bytes) -> Topology:
         bits[node] = 1 << node | (0 if parent < 0 else int(bits[parent]))
         ranks[node] = num_children.get(parent, 0)
         num_children[parent] = int(ranks[node]) + 1
-    inner = np.unique(parent_of)
+    inner = np.unique(parent_of).astype(np.int64)
     inner_rows = np.zeros(1 + num_nodes, np.int64)
     inner_rows[1 + inner] = np.arange(len(inner))
     for array in (depths, bits, ranks, inner, inner_rows):
@@ -392,7 +392,7 @@ class DraftTrees:
         tree = DraftTree(token_ids, parents, draft_slots=draft_slots, scores=scores if self.has_scores[row] else None)
         if self.draft_probs is None or self.draft_rows is None or not self.is_sampled[row] or not tree.num_nodes:
             return tree
-        inner = torch.from_numpy(first + row + 1 + tree.topology.inner.astype(np.int64))
+        inner = torch.from_numpy(first + row + 1 + tree.topology.inner)
         return replace(tree, draft_probs=self.draft_probs[self.draft_rows[inner].long()])
 
 
