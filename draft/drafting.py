@@ -80,7 +80,7 @@ class Drafting:
     def propose(self, plan: StepPlan) -> DraftTrees:
         """Return the trees of a step, one per row of its plan; all empty if the drafter fails."""
         nothing = DraftTrees.empty(len(plan.requests), self._backend.device)
-        if plan.is_plain:
+        if not (plan.drafts_prompts or plan.reviews or any(plan.draft_budgets)):
             return nothing
         may_sample = [not request.params.is_greedy for request in plan.requests]
         limits = TreeLimits(tuple(plan.draft_budgets), may_sample, tuple(plan.num_slots))  # which a drafter cannot write to

@@ -26,6 +26,7 @@ from zoo import VOCAB_SIZE, Zoo, random_prompts
 
 from titan import LLM
 from titan.core.batch import RaggedBatch
+from titan.core.growth import Worth
 from titan.core.kv_tensor import KVGroup, KVLayout, KVTensor
 from titan.core.request import Request
 from titan.core.step import StepPlan
@@ -299,6 +300,17 @@ def test_parts_of_a_plan_feed_the_draft_what_the_plan_would(zoo: Zoo, drafts_pro
         sizes.append(part.num_tokens[0])
         parts = part.split()
     assert sizes == [9, 4, 2, 1]
+
+
+def test_parts_of_a_plan_draft_as_it_would(zoo: Zoo) -> None:
+    requests = submit(make_engine(zoo.path("llama"), **AMPLE), PROMPTS[:3], [greedy(9)] * 3)
+    worths = {i: Worth(0.5, 0.5, price, 0.0, 1.0) for i, price in ((0, 0.1), (2, 0.2))}
+    plan = StepPlan(requests, [1, 1, 1], [4, 5, 6], [7, 8, 9], worths, reviews=[1])
+    assert plan.split() == [
+        StepPlan(requests[:1], [1], [4], [7], {0: worths[0]}),
+        StepPlan(requests[1:], [1, 1], [5, 6], [8, 9], {1: worths[2]}),
+    ]
+    assert plan.without_drafts([0, 2]) == StepPlan(requests[::2], [1, 1], [0, 0], [0, 0])
 
 
 def test_a_request_that_alone_takes_too_much_ends_by_name_and_the_others_do_not(zoo: Zoo) -> None:

@@ -59,11 +59,6 @@ class StepPlan:
         self.num_tokens.append(num_tokens)
         self.draft_budgets.append(0)
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether nothing is drafted or reviewed, and no prompt may be fed to a draft model."""
-        return not self.drafts_prompts and not any(self.draft_budgets) and not self.reviews
-
     def split(self) -> list[StepPlan]:
         """Return smaller plans for the same requests, without reviews; none if this one has a single token of a single request.
 
@@ -71,7 +66,7 @@ class StepPlan:
         """
         if len(self.requests) > 1:
             half = len(self.requests) // 2
-            return [self._rows(0, half), self._rows(half, len(self.requests))]
+            return [self._rows(range(half)), self._rows(range(half, len(self.requests)))]
         part = self.without_drafts([0])
         if self.draft_budgets == [0]:
             part.num_tokens[0] //= 2
@@ -79,20 +74,19 @@ class StepPlan:
 
     def without_drafts(self, rows: Sequence[int]) -> StepPlan:
         """Return a plan of some of the rows, without their drafts and reviews."""
+        return replace(self._rows(rows), draft_budgets=[0] * len(rows), num_slots=[0] * len(rows), worths={})
+
+    def _rows(self, rows: Sequence[int]) -> StepPlan:
+        """Return a plan of some of the rows, without their reviews."""
         return replace(
             self,
             requests=[self.requests[i] for i in rows],
             num_tokens=[self.num_tokens[i] for i in rows],
-            draft_budgets=[0] * len(rows),
-            num_slots=[0] * len(rows),
-            worths={},
+            draft_budgets=[self.draft_budgets[i] for i in rows],
+            num_slots=[self.num_slots[i] for i in rows],
+            worths={k: self.worths[i] for k, i in enumerate(rows) if i in self.worths},
             reviews=[],
         )
-
-    def _rows(self, first: int, end: int) -> StepPlan:
-        columns = {name: getattr(self, name)[first:end] for name in ("requests", "num_tokens", "draft_budgets", "num_slots")}
-        worths = {i - first: worth for i, worth in self.worths.items() if first <= i < end}
-        return replace(self, **columns, worths=worths, reviews=[])
 
     def remove(self, request: Request) -> None:
         """Remove a request's row, if it has one."""
