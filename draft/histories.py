@@ -9,7 +9,6 @@ from math import exp, expm1, isnan, nan
 from titan.core.draft_history import AcceptanceCounts, DraftHistory
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
-from titan.core.trees import GrowthReport
 from titan.draft.base import Review
 from titan.draft.policy import score_temperature
 
@@ -20,18 +19,15 @@ NUM_HALVINGS = 12
 """Bisection steps by which the change of a temperature is found."""
 
 
-def note_verification(
-    plan: StepPlan, acceptance: Acceptance, growth: GrowthReport | None = None, fleet: AcceptanceCounts | None = None
-) -> None:
+def note_verification(plan: StepPlan, acceptance: Acceptance, fleet: AcceptanceCounts | None = None) -> None:
     """Update the histories of a step's requests by the nodes that verification reached.
 
     Args:
         plan: the step.
-        acceptance: of its rows.
-        growth: of its trees; where it lacks the draft's confidence, or is ``None``, the draft counts as sure.
+        acceptance: of its rows. Where its trees have no report of their growth, or that no confidence, the draft counts as sure.
         fleet: counts that all requests share, except those with options that the draft does not see. ``None``: no counts are kept.
     """
-    trees = acceptance.trees
+    trees, growth = acceptance.trees, acceptance.trees.growth
     if growth is None and not trees.num_nodes:
         return
     starts = trees.start_loc.tolist()

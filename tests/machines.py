@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ from titan.adaptive.pass_cost import PassCost
 from titan.adaptive.speculation import AdaptiveSpeculation
 from titan.core.step import Acceptance, StepPlan
 from titan.core.step_times import StepTimes
-from titan.core.trees import GrowthReport
 from titan.draft.base import ReviewReport
 
 
@@ -34,18 +34,19 @@ class Machine:
             own: AdaptiveSpeculation,
             plan: StepPlan,
             accepted: Acceptance,
-            growth: GrowthReport | None,
             report: ReviewReport,
             _: StepTimes,
         ) -> None:
             seconds = target(sum(plan.num_tokens) + accepted.trees.num_nodes) / 1e3
             # a drafter without a model takes as long as a pass
+            growth = accepted.trees.growth
             num_drafts = accepted.trees.num_nodes > 0 if growth is None else growth.num_passes
             of_draft = num_drafts * self.draft_milliseconds / 1e3
-            growth = None if growth is None else growth._replace(seconds=of_draft)
+            if growth is not None:
+                accepted = replace(accepted, trees=replace(accepted.trees, growth=growth._replace(seconds=of_draft)))
             of_review = bool(report.num_rows) * self.draft_milliseconds / 1e3
             report, of_draft = report._replace(seconds=of_review), of_draft + of_review
-            observe(own, plan, accepted, growth, report, StepTimes(draft=of_draft, target=seconds, commit=1e-4))
+            observe(own, plan, accepted, report, StepTimes(draft=of_draft, target=seconds, commit=1e-4))
             self.choices.append(own.metrics(0.0).choice)
 
         monkeypatch.setattr(AdaptiveSpeculation, "observe", timed)

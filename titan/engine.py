@@ -32,7 +32,6 @@ from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.core.step_log import StepLog
 from titan.core.step_times import Stopwatch
-from titan.core.trees import GrowthReport
 from titan.draft.base import DraftContext, Drafter, NoDrafter, ReviewReport, has_cache
 from titan.draft.drafting import Drafting
 from titan.draft.histories import note_review, note_verification
@@ -56,7 +55,6 @@ class _Passed(NamedTuple):
     """The result of a step's passes."""
 
     acceptance: Acceptance
-    growth: GrowthReport | None
     report: ReviewReport  # reviews of `plan.reviews`; empty if reviewing failed
 
 
@@ -234,15 +232,15 @@ class Engine:
         timer.mark()
         acceptance = accept(self.backend, plan, trees, batch, logits)
         timer.finish(watch, has_results=len(batch.logits_rows) > 0)
-        return _Passed(acceptance, trees.growth, report)
+        return _Passed(acceptance, report)
 
     def _commit(self, plan: StepPlan, passed: _Passed, watch: Stopwatch, is_repeated: bool) -> list[Request]:
-        acceptance, growth, report = passed
+        acceptance, report = passed
         adaptive, times = self.adaptive, watch.times
         for observe in self.observers:
             observe(plan, acceptance)
         self.drafting.commit(plan, acceptance)
-        note_verification(plan, acceptance, growth, None if adaptive is None else adaptive.controller.fleet)
+        note_verification(plan, acceptance, None if adaptive is None else adaptive.controller.fleet)
         if adaptive is not None:
             for i, review in zip(plan.reviews, report.reviews, strict=False):
                 note_review(plan.requests[i], review, adaptive.controller.fleet)
@@ -252,7 +250,7 @@ class Engine:
         if is_repeated:
             return changed
         if adaptive is not None:
-            adaptive.observe(plan, acceptance, growth, report, times)
+            adaptive.observe(plan, acceptance, report, times)
         if self._pace is not None and not plan.reviews:  # steps that review are not typical
             num_emitting = sum(map(bool, acceptance.token_ids))
             self._pace.note(plan, num_emitting, acceptance.trees.num_nodes, times.recurring, times.target)

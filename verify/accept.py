@@ -29,7 +29,7 @@ def accept(backend: Backend, plan: StepPlan, trees: DraftTrees, batch: RaggedBat
         batch: of the target's pass.
         logits: [L, vocab], of the batch's rows: for each request its root, then its nodes; and those for the logprobs of prompts.
     """
-    requests, num_requests, start_loc = plan.requests, len(plan.requests), batch.logits_start_loc
+    requests, start_loc = plan.requests, batch.logits_start_loc
     prompt_entries = {}
     if batch.prompt_logits is not None:
         prompt_entries = prompt_logprobs(plan, logits, batch.prompt_logits, backend.upload)
@@ -38,9 +38,9 @@ def accept(backend: Backend, plan: StepPlan, trees: DraftTrees, batch: RaggedBat
     reached = plan.emitting_rows()
     paths: list[list[int]] = [[] for _ in requests]
     token_ids: list[list[int]] = [[] for _ in requests]
-    errors: list[str | None] = [None] * num_requests
+    errors: list[str | None] = [None] * len(requests)
     if not reached:  # a step of prefill chunks
-        return Acceptance(DraftTrees.empty(num_requests), paths, token_ids, errors, prompt_logprobs=prompt_entries)
+        return Acceptance(trees.without_nodes(), paths, token_ids, errors, prompt_logprobs=prompt_entries)
     host_trees: DraftTrees | None = None
     used = logits  # after transforms
     of_processors = dict[int, str]()  # errors by row of the logits
@@ -52,7 +52,7 @@ def accept(backend: Backend, plan: StepPlan, trees: DraftTrees, batch: RaggedBat
     verified = backend.trees.verify(used, trees, np.array(reached), sampling)
 
     if host_trees is None and not trees.num_nodes:
-        host_trees = DraftTrees.empty(num_requests)
+        host_trees = trees.without_nodes()
     fetched = backend.download([*verified, *(trees.nodes if host_trees is None else ())])
     host_trees = host_trees or trees.on_host(fetched[2:])
     drafted, first_nodes = host_trees.nodes.token_ids.tolist(), host_trees.start_loc.tolist()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import count, product
 from pathlib import Path
@@ -23,8 +23,8 @@ from zoo import Zoo, random_prompts
 from titan.core.draft_history import DraftHistory
 from titan.core.growth import BeamSpec, Feed, ShapeSpec, chain_spec
 from titan.core.sampling_params import SamplingParams
-from titan.core.step import StepPlan
-from titan.core.trees import DraftTree
+from titan.core.step import Acceptance, StepPlan
+from titan.core.trees import DraftTree, DraftTrees
 from titan.draft.base import NoDrafter
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.policy import CHAIN_CHILDREN, GREEDY_TEMPERATURE, MAX_CHAIN_NODES, MAX_NARROW_NODES, DraftPolicy
@@ -365,6 +365,29 @@ def test_the_tokens_of_a_seed_depend_on_nothing_but_their_request(zoo: Zoo, spec
     assert run_all(engine, PROMPTS, SAMPLED) == plain
     assert [run_all(engine, [prompt], [params])[0] for prompt, params in zip(PROMPTS, SAMPLED, strict=True)] == plain
     assert speculation == "adaptive" or sum(engine.counters.accepted_per_depth) > 20
+
+
+def test_a_step_reports_the_growth_of_its_trees_whether_or_not_nodes_are_left(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of chunks of prompts, of trees, and of trees all of whose nodes are dropped."""
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **AMPLE | {"prefill_chunk_size": 9})
+    assert isinstance(engine.drafter, DraftModelDrafter)
+    grow, reports, found, kinds = engine.drafter.runner.grow, list[Any](), list[Any](), set[tuple[bool, bool]]()
+
+    def grow_or_drop(*args: Any) -> DraftTrees:
+        trees = grow(*args)
+        reports.append(trees.growth)
+        empty = DraftTrees.empty(trees.num_rows, engine.backend.device)
+        return replace(empty, growth=trees.growth) if len(reports) % 3 == 0 else trees
+
+    def note(_: StepPlan, acceptance: Acceptance) -> None:
+        if acceptance.trees.growth is not None:
+            found.append(acceptance.trees.growth)
+            kinds.add((acceptance.trees.num_nodes > 0, any(acceptance.token_ids)))
+
+    monkeypatch.setattr(engine.drafter.runner, "grow", grow_or_drop)
+    engine.observers.append(note)
+    run_all(engine, [[3, 4, 5, 6, 7] * 4], [greedy(20, ignore_eos=True)])
+    assert [*map(id, found)] == [*map(id, reports)] and kinds == {(False, False), (False, True), (True, True)}
 
 
 @pytest.mark.parametrize(("back_end", "num_nodes"), [("cpu", 6), ("triton", MAX_CHAIN_NODES)])

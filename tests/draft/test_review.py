@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import log
 from unittest.mock import Mock
 
@@ -153,7 +154,7 @@ def test_a_review_counts_like_drafts_of_a_node_each(zoo: Zoo, has_scores: bool, 
         trees = host_trees([DraftTree(np.array([7]), np.array([-1], np.int32), scores=score)])
         found = Acceptance(trees, [[0] if is_right else []], [[7]], [None])
         report = GrowthReport(1, 1, 0.0, np.full(1, np.nan, np.float32) if score is None else score)
-        note_verification(StepPlan([drafted], [1], [1], [1]), found, report, of_drafted)
+        note_verification(StepPlan([drafted], [1], [1], [1]), replace(found, trees=replace(found.trees, growth=report)), of_drafted)
     fields = AcceptanceCounts.__slots__  # type: ignore[attr-defined]
     for one, other in ((reviewed.draft_history.acceptance, drafted.draft_history.acceptance), (of_reviewed, of_drafted)):
         assert [getattr(one, name) for name in fields] == pytest.approx([getattr(other, name) for name in fields], rel=1e-5)

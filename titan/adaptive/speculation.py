@@ -16,7 +16,6 @@ from titan.core.metrics import SpeculationMetrics
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.core.step_times import StepTimes
-from titan.core.trees import GrowthReport
 from titan.draft.base import ReviewReport
 from titan.draft.drafting import Drafting
 
@@ -111,20 +110,12 @@ class AdaptiveSpeculation:
         """Return how many nodes a request may draft."""
         return request.most_drafts(min(self.max_nodes, self.drafting.max_len - request.num_tokens))
 
-    def observe(
-        self,
-        plan: StepPlan,
-        acceptance: Acceptance,
-        growth: GrowthReport | None,
-        report: ReviewReport,
-        times: StepTimes,
-    ) -> None:
+    def observe(self, plan: StepPlan, acceptance: Acceptance, report: ReviewReport, times: StepTimes) -> None:
         """Learn from a step.
 
         Args:
             plan: as decided.
             acceptance: of its rows.
-            growth: of its trees, if it is known.
             report: of its reviews; of none where they failed.
             times: of the step.
         """
@@ -135,7 +126,7 @@ class AdaptiveSpeculation:
             self._repeats.note_rest()
             return
         draft_seconds, passes = 0.0, (0, 0)  # drafting of which no passes are known is a part of the host
-        if growth is not None:
+        if (growth := acceptance.trees.growth) is not None:
             draft_seconds = times.draft if growth.seconds is None else growth.seconds
             passes = growth.num_passes, growth.num_rows
         num_nodes, num_accepted = acceptance.trees.num_nodes, sum(map(len, acceptance.paths))

@@ -115,7 +115,7 @@ class StepPlan:
 class Acceptance:
     """The result of verification, per row of the plan.
 
-    ``trees`` are the verified trees, on the host, without q (``draft_probs``); ``paths[i]`` has the
+    ``trees`` are the verified trees with the report of their growth, on the host, without q (``draft_probs``); ``paths[i]`` has the
     accepted nodes from the root down; ``token_ids[i]`` their tokens and the final token, which is recovered or bonus. All are
     empty for a row that did not reach its root, or whose root's logits could not be used: ``errors[i]`` then says why, and the
     request fails. Where those after accepted nodes could not be used, the token of the last one is the final token. ``logprobs[i]``

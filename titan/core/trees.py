@@ -368,6 +368,11 @@ class DraftTrees:
         """
         return replace(self, nodes=NodeColumns(*nodes), draft_probs=None, draft_rows=None)._without_empty_places()
 
+    def without_nodes(self) -> DraftTrees:
+        """Return empty trees for all rows, on the host, with the report of this growth."""
+        empty = DraftTrees.empty(self.num_rows)
+        return empty if self.growth is None else replace(empty, growth=self.growth)
+
     def packed(self) -> DraftTrees:
         """Return the trees without empty places, and with `is_chain` set for each chain; tensors must be in the host's memory."""
         trees = self._without_empty_places()
