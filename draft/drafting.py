@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import index
 from typing import TypeVar
 
 from titan.core.checks import missing_members
-from titan.core.kv_tensor import KVTensor
+from titan.core.kv_tensor import KVTensor, Role
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import DraftTrees, TreeLimits
@@ -64,10 +64,10 @@ class Drafting:
         """Bits to which the draft model's matrices were rounded; ``None``: they were not, or the drafter has no model."""
         return None if self._model is None else self._model.model.weight_bits
 
-    def attach(self, kv: KVTensor) -> None:
-        """Give the drafter another cache, if it keeps KV; its errors are passed on."""
+    def attach(self, tensors: Mapping[Role, KVTensor]) -> None:
+        """Give the drafter its cache of these, if it keeps KV; its errors are passed on."""
         if self._caching is not None:
-            self._caching.attach(kv)
+            self._caching.attach(tensors["draft"])
 
     def lookahead(self, requests: Sequence[Request], budgets: Sequence[int]) -> Sequence[int]:
         """Return how many slots after its root each request should get: its budget, unless a drafter with KV asks for more."""

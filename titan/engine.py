@@ -319,8 +319,7 @@ class Engine:
             }
             runner = self._prepare_target(tensors["target"])
             try:
-                if "draft" in tensors:
-                    self.drafting.attach(tensors["draft"])
+                self.drafting.attach(tensors)
                 self.kv.compact(requests, tensors)
                 self.runner = runner
             except Exception:
@@ -330,8 +329,7 @@ class Engine:
     def _return_cache(self) -> None:
         """Attach the present cache to the drafter again; drop a drafter that refuses, since it might write past the cache's end."""
         try:
-            if "draft" in self.kv.tensors:
-                self.drafting.attach(self.kv.tensors["draft"])
+            self.drafting.attach(self.kv.tensors)
         except BaseException as error:
             name = self.drafter.name
             self.swap_draft(None)
