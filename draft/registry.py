@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from inspect import signature
 from operator import attrgetter
 from typing import Any
@@ -50,7 +50,8 @@ def register(name: str, factory: DrafterFactory) -> None:
         ValueError: the name is one of Titan's own, or the factory cannot be called with a `DraftContext`.
     """
     try:
-        signature(factory).bind(None)
+        with suppress(ValueError):  # some callables have no signature
+            signature(factory).bind(None)
     except TypeError as error:
         raise ValueError(
             f"factory={shown(factory)} is not allowed: it must be a function of a DraftContext, such as lambda context: MyDrafter()"

@@ -58,7 +58,20 @@ def test_cell_of_the_grid(machine: Machine, n: int, acceptance: float) -> None:
 def test_caches_that_stay_warm_without_drafts() -> None:
     """Steps without drafts then take less than right after some with drafts, and less than was measured at the start."""
     for n, acceptance in ((32, 0.8), (8, 0.65), (2, 0.5), (1, 0.5)):
-        assert compare(WARM, [Text(acceptance)] * n, adaptive(WARM), 400, 9) >= 0.945
+        assert compare(WARM, [Text(acceptance)] * n, adaptive(WARM), 400, 9) >= 0.94
+
+
+def test_passes_that_were_measured_too_slow() -> None:
+    """As where other work was going on at the start: that steps without drafts take less is not taken for warm caches alone."""
+
+    def controller() -> Controller:
+        target, draft = (
+            BIG16.curve(lambda rows, context, cost=cost: 1.3 * cost(rows, context)) for cost in (BIG16.target, BIG16.draft)
+        )
+        return Controller(Costs(target, draft))
+
+    texts = [Text(0.5)] * 8
+    assert compare(BIG16, texts, controller, 600, 5) >= 1.03
 
 
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=str)
@@ -227,12 +240,12 @@ def test_long_passes_that_get_slow_end_drafting_soon(machine: Machine) -> None:
     """Steps without drafts, which are as fast as ever, are looked at before their time."""
     slow = replace(machine, target=lambda rows, context: machine.target(rows, context) * (3 if rows > 8 else 1))
     shares = list[float]()
-    for seed in range(9):
+    for seed in range(15):
         fleet, policy = Fleet(machine, [Text(0.8) for _ in range(8)], seed=seed), controller_of(machine)
         fleet.run(policy, 200)
         fleet.machine = slow
         shares.append(float(np.mean(np.array(fleet.run(policy, 300).nodes) > 0)))
-    assert np.median(shares) < 0.7
+    assert np.median(shares) < 0.35
 
 
 class Unmeasured(Controller):

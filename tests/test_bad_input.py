@@ -419,7 +419,8 @@ def test_ids_are_text_and_different(llm: LLM) -> None:
     for request_id, allowed in [
         (5, "a non-empty str"),
         ("", "a non-empty str"),
-        ("17", "numbers are the ids of requests that are"),
+        ("17", "numbers, and such as 3-1, are the ids of requests that are"),
+        ("17-2", "numbers, and such as 3-1"),
     ]:
         with raises(f"request_id={request_id!r}", allowed):
             llm.generate("a", request_id=request_id)  # type: ignore[arg-type]

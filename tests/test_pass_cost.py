@@ -118,7 +118,7 @@ def test_caches_that_stay_warm_without_drafts_say_nothing_of_passes_with_drafts(
     costs = Costs(cost(), cost())
     teach(costs, 40, lambda _: 0.7)
     assert costs.plain_seconds(load(4)) == costs.decode_seconds(load(4)) == pytest.approx(0.7 * 1.9, rel=0.03)
-    assert costs.target.predict(8, 0) == pytest.approx(2.0, rel=0.1)
+    assert costs.target.predict(8, 0) == pytest.approx(2.0, rel=0.15)
     costs.target.age(10_000)  # what was spared may be over
     assert costs.target.predict(4, 0, is_warm=True) == pytest.approx(costs.target.predict(4, 0), rel=1e-3)
 
@@ -138,9 +138,21 @@ def test_what_long_passes_took_counts_less_after_steps_that_nobody_saw() -> None
         for _ in range(40):
             costs.target.note(16, 0, 3 * 3.2)
             costs.target.note(4, 0, 1.4)
-        costs.note_plain(load(4), 4, Outcome(0, 0, 0, 0, 1.9, 0.0, 1.4), num_unseen)
+        costs.pass_plain(num_unseen)
         found.append(costs.target.predict(16, 0) / 3.2)
     assert found[0] > 2.5 and found[1] < 2.0
+
+
+def test_what_drafting_took_of_the_host_counts_less_after_steps_without() -> None:
+    costs = Costs(cost(), None)
+    for _ in range(20):
+        costs.note_plain(load(4), 4, Outcome(0, 0, 0, 0, 1.9, 0.0, 1.4))
+    for _ in range(40):
+        costs.note_drafting(load(4), Outcome(4, 2, 0, 0, 2.0 + 8.0, 0.0, 2.0), [1] * 4)
+    before = costs.host.predict(4, 4)
+    costs.pass_plain(60_000)
+    assert costs.host.predict(4, 4) == pytest.approx(0.5 * (1 + FIRST_MORE), rel=0.05)
+    assert before > 3 * costs.host.predict(4, 4)
 
 
 def test_host_time_of_the_first_step_that_drafts_is_that_of_a_cold_one() -> None:

@@ -76,7 +76,7 @@ def test_of_several_weights_those_of_transformers_are_loaded(tmp_path: Path, cho
 
 
 @pytest.mark.parametrize("model_impl", ["native", "transformers"])
-@pytest.mark.parametrize("place", ["the same in two files", "the index names the last"])
+@pytest.mark.parametrize("place", ["the same in two files", "the index names the last", "of three files that differ"])
 def test_a_weight_may_be_in_several_files_where_it_is_clear_which_counts(tmp_path: Path, place: str, model_impl: str) -> None:
     """The last does in transformers, whatever the index says."""
     model = make_model(tmp_path, max_shard_size="30KB")
@@ -89,6 +89,8 @@ def test_a_weight_may_be_in_several_files_where_it_is_clear_which_counts(tmp_pat
         index.write_text(json.dumps(content))
     else:
         head = head.flip(0)
+    if place == "of three files that differ":
+        edit_weights(tmp_path, sorted(set(files))[1], lm_head__weight=head.flip(1))
     edit_weights(tmp_path, first, lm_head__weight=head)
     assert_writes_as(model, tmp_path, model_impl=model_impl)
     assert_writes_as(AutoModelForCausalLM.from_pretrained(tmp_path), tmp_path, model_impl=model_impl)

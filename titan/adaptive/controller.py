@@ -46,7 +46,10 @@ NUM_PLAIN = COLD_PLAIN_STEPS + 2
 """Steps in a row between drafts that are plain, to see what such steps cost."""
 
 PLAIN_STEPS, PLAIN_GAIN = 24, 0.05
-"""Drafting steps before the first of these; twice as many if drafting gains that share, and so on."""
+"""Drafting steps before the first of these; twice as many if drafting gains that share, and so on, until it gains as much again."""
+
+MOST_PLAIN_AFTER = int(PLAIN_STEPS * (1 + 1 / PLAIN_GAIN))
+"""Most such steps before the first of these."""
 
 LEAST_DRAFTS = 4.0
 """Number of drafts that what was ever seen counts as at least."""
@@ -100,7 +103,6 @@ class Controller:
         self.num_repeats = 0  # next steps of the same requests, one token each, that may do as the last one, unlooked at
         self._num_rested = 0  # steps since anything was decided
         self._rest_seconds = 0.0  # that each step like the last rest is taken to last
-        self._num_unseen = 0  # of these, those that have passed
         self._num_since_plain = 0  # steps since one was plain; below 0: plain ones still to come
         self._plain_after = 0.0  # such steps after which one is to be plain again
         self._estimates = estimate(self.fleet, self.past, (AcceptanceCounts(),))
@@ -137,8 +139,7 @@ class Controller:
 
     def observe_rest(self, load: Load, num_requests: int, outcome: Outcome) -> None:
         """Learn from a step in which the controller rested; the load has no candidates."""
-        self.costs.note_plain(load, num_requests, outcome, self._num_unseen)
-        self._num_unseen = 0
+        self.costs.note_plain(load, num_requests, outcome)
         plain_seconds = self.costs.plain_seconds(load, num_requests)
         self._probes.observe(outcome.seconds, plain_seconds, None, num_requests)
         if load.num_rows == num_requests and not self._probes.num_cold:
@@ -149,7 +150,7 @@ class Controller:
         """Take note of steps like the last rest, which are taken to have been as long as that; at most as many as may be."""
         self._standing.pass_steps(num_steps)
         self._num_rested += num_steps
-        self._num_unseen += num_steps
+        self.costs.pass_plain(num_steps)
         self._probes.add_time(num_steps * self._rest_seconds, num_steps)
 
     def choose(self, load: Load, *, has_room: bool = True) -> Decision:
@@ -307,7 +308,7 @@ class Controller:
             self._unlearned.append((load, self._decision, Outcome.total(usual), len(usual)))
         self._unlearned += [(load, self._decision, each, 1) for each in outcomes if each.seconds > most]
         if len(usual) < len(outcomes) / 2 and self._num_since_plain >= PLAIN_STEPS:  # steps without drafts may have changed, too
-            self._num_since_plain = ceil(self._plain_after)
+            self._num_since_plain = MOST_PLAIN_AFTER
         self._alike.clear()
 
     def _learn(self) -> None:

@@ -9,7 +9,7 @@ from titan.adaptive.load import Load, Outcome
 from titan.adaptive.pass_cost import PassCost
 
 COLD = 1.3
-"""How many times as long the first steps with, or without, drafts may take, because of cold caches."""
+"""How many times as long the first steps with drafts may take, because of cold caches."""
 
 COLD_PLAIN_STEPS = 5
 """First steps without drafts after some with drafts, which find cold caches: what they take tells nothing."""
@@ -62,26 +62,36 @@ class Costs:
         few, many = self.draft.predict(n, load.num_context_tokens), self.draft.predict(n + num_missing, load.num_context_tokens)
         return max(many - few, 0.0) / num_missing
 
-    def note_plain(self, load: Load, num_requests: int, outcome: Outcome, num_unseen: int = 0) -> None:
+    def note_plain(self, load: Load, num_requests: int, outcome: Outcome) -> None:
         """Learn from a step without drafts.
 
         Args:
             load: of the step; its candidates do not matter.
             num_requests: that emitted tokens.
             outcome: of the step.
-            num_unseen: steps like it before it, of which nothing is known.
         """
-        is_warm, change = self._count_steps(1 + num_unseen, is_drafting=False) + num_unseen >= COLD_PLAIN_STEPS, 0.0
+        is_warm, change = self._count_steps(1, is_drafting=False) >= COLD_PLAIN_STEPS, 0.0
         if is_warm and load.num_rows == num_requests:  # what prompts take says little of what decodes do
-            self.target.age(num_unseen)
-            change = self.target.note(num_requests, load.num_context_tokens, outcome.target_seconds, is_warm=True)
+            # at first, all that is told is how fast the machine is, for passes with drafts as well
+            is_apart, seconds = self.host.has_drafted, outcome.target_seconds
+            change = self.target.note(num_requests, load.num_context_tokens, seconds, is_warm=is_apart)
         else:
-            self.target.age(1 + num_unseen)
-        if self.draft is not None:
-            self.draft.follow(change, self.target.pace, 1 + num_unseen)
-        self.host.age(1 + num_unseen)
+            self.target.age(1)
+        self._age(change, 1)
         if num_requests and (is_warm or not self.host.knows(num_requests)):
             self.host.note(num_requests, 0, outcome.host_seconds)
+
+    def pass_plain(self, num_steps: int) -> None:
+        """Take note of steps without drafts of which nothing is known."""
+        self._count_steps(num_steps, is_drafting=False)
+        self.target.age(num_steps)
+        self._age(0.0, num_steps)
+
+    def _age(self, change: float, num_steps: int) -> None:
+        """Let what drafting took be believed less, after steps without drafts, by whose passes the target's pace has changed."""
+        if self.draft is not None:
+            self.draft.follow(change, self.target.pace, num_steps)
+        self.host.age(num_steps)
 
     def note_drafting(self, load: Load, total: Outcome, num_nodes: Sequence[int], num_steps: int = 1) -> None:
         """Learn from steps with drafts that were decided on together, from their means.
@@ -94,7 +104,13 @@ class Costs:
         """
         is_cold = self._count_steps(num_steps, is_drafting=True) < COLD_STEPS
         n, num_drafting = len(load.candidates), sum(map(bool, num_nodes))
-        self._note_host(n, num_drafting, (total.host_seconds + total.deciding_seconds) / num_steps, is_cold, num_steps)
+        seconds = (total.host_seconds + total.deciding_seconds) / num_steps
+        if num_drafting and not self.host.has_drafted:  # it may be the only one for long
+            plain = self.host.predict(n)
+            seconds = plain + (seconds - plain) / FIRST_DRAFT
+        elif is_cold and self.host.knows(n, num_drafting):
+            seconds = _warm(seconds, self.host.predict(n, num_drafting))
+        self.host.note(n, num_drafting, seconds, num_steps)
         if load.num_rows != n:  # what prompts take says little of what decodes do
             return
         rows, context, seconds = n + total.num_nodes / num_steps, load.num_context_tokens, total.target_seconds / num_steps
@@ -125,20 +141,12 @@ class Costs:
         self._num_alike, self._was_drafting = num_before + num_steps, is_drafting
         return num_before
 
-    def _note_host(self, num_requests: int, num_drafting: int, seconds: float, is_cold: bool, num_steps: int = 1) -> None:
-        if num_drafting and not self.host.has_drafted:  # it may be the only one for long
-            plain = self.host.predict(num_requests)
-            seconds = plain + (seconds - plain) / FIRST_DRAFT
-        elif is_cold and self.host.knows(num_requests, num_drafting):
-            seconds = _warm(seconds, self.host.predict(num_requests, num_drafting))
-        self.host.note(num_requests, num_drafting, seconds, num_steps)
 
-
-def _note_pass(cost: PassCost, size: tuple[float, float], seconds: float, is_cold: bool, num_steps: int = 1) -> float:
+def _note_pass(cost: PassCost, size: tuple[float, float], seconds: float, is_cold: bool, num_steps: int) -> None:
     """Add a pass of these rows and tokens of context; see `PassCost.note`."""
     if is_cold:
         seconds = _warm(seconds, cost.predict(*size))
-    return cost.note(*size, seconds, num_steps)
+    cost.note(*size, seconds, num_steps)
 
 
 def _warm(seconds: float, expected: float) -> float:

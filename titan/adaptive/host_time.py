@@ -86,7 +86,7 @@ class SecondsByCount:
         return bool(self._seconds)
 
     def knows(self, count: int) -> bool:
-        """Whether a few of about this count were added."""
+        """Whether a few of about this count were added that were no shorter than expected."""
         return self._num_settled[count.bit_length()] >= FIRST_STEPS
 
     def predict(self, count: int) -> float:

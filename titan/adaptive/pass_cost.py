@@ -26,7 +26,7 @@ TREND_RATE, TREND_DRIFT = 1 / 4, 1 / 8
 SHAPE_VARIANCE, SHAPE_DRIFT = 0.02, 2e-6
 """The variance of a curve's error at one power of two of rows, and what a pass adds to it."""
 
-WARM_VARIANCE = 0.2
+WARM_VARIANCE = 0.04
 """Variance of the logarithm of what passes take where no step drafts, as a multiple of what they take between drafts."""
 
 FOLLOWED = 0.8

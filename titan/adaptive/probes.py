@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import cbrt, inf
 
-from titan.adaptive.costs import Costs
-from titan.adaptive.host_time import COLD_STEPS
+from titan.adaptive.costs import COLD_PLAIN_STEPS, Costs
 from titan.adaptive.load import Candidate, Load
 
 PROBE_SHARE = 0.01
@@ -132,7 +131,7 @@ class Probes:
                 self.credit -= max(0.0, min(seconds, 2 * plain_seconds) - plain_seconds)
                 self.num_cold -= 1
         else:
-            self.num_cold = COLD_STEPS
+            self.num_cold = COLD_PLAIN_STEPS
             saved = (num_steps + num_accepted / num_requests) * plain_seconds - seconds
             if is_probe:
                 saved = max(saved, -MAX_LOSS * max(self.price, plain_seconds))

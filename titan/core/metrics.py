@@ -55,7 +55,7 @@ class SpeculationMetrics:
     on_rate: float  # predicted with the best number of drafts; 0: the same
     acceptance: float  # expected probability that the first draft token of a request is accepted
     agreement: float  # accepted draft tokens as a multiple of those that the draft's own probabilities promise
-    target_pass: dict[int, float]  # rows of a pass of the target -> expected time, without context
+    target_pass: dict[int, float]  # rows of a pass of the target between drafts -> expected time, without context
     target_context_token: float  # time that each token of context adds to it
     draft_pass: dict[int, float]  # likewise of the draft; empty: no model drafts
     draft_context_token: float

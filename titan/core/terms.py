@@ -15,8 +15,8 @@ PRIORITIES = ("critical", "normal", "batch")
 
 def _check_request_id(name: str, request_id: object) -> str | None:
     text = check_text(name, request_id)
-    if text is not None and text.isdecimal():
-        raise ValueError(f"{name}={text!r} is not allowed: numbers are the ids of requests that are given none")
+    if text is not None and text.replace("-", "", 1).isdecimal():
+        raise ValueError(f"{name}={text!r} is not allowed: numbers, and such as 3-1, are the ids of requests that are given none")
     return text
 
 
@@ -26,7 +26,7 @@ class RequestTerms:
 
     Args:
         request_id: of its `RequestOutput`; `LLM.abort` ends it by this. No request or completion in flight may have the same,
-            and it must be no number, as the ids of requests are that are given none (``None``).
+            and it must be no number, nor one like 3-1, as the ids of requests are that are given none (``None``).
         priority: class of the request, "critical", "normal" or "batch"; the policy "priority" reads it, and "fcfs" and "fair"
             refuse another than "normal".
         deadline_s: seconds after its arrival by which the request should be finished; the policy "priority" reads it, "fcfs" and

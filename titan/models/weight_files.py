@@ -208,7 +208,7 @@ def find_tensors(files: ModelFiles) -> dict[str, StoredTensor]:
 
     name, indexed = files.name, weight_files(files)
     folder = files.fetch(*indexed)
-    tensors = dict[str, StoredTensor]()
+    tensors, differing = dict[str, StoredTensor](), dict[str, str]()
     for path in (folder / each for each in indexed):
         if not path.is_file():
             found = [each for each in files.names() if each.endswith((".bin", ".safetensors", ".pt", ".pth"))]
@@ -231,12 +231,16 @@ def find_tensors(files: ModelFiles) -> dict[str, StoredTensor]:
             if key != "__metadata__":
                 start, end = entry["data_offsets"]
                 tensor = StoredTensor(key, tuple(entry["shape"]), entry["dtype"], file.header_size + start, end - start, file)
-                if key in tensors and key not in indexed[path.name] and not tensor.equals(tensors[key]):
-                    raise ValueError(
-                        f"model {name!r} has the weight {key!r} in several files, with other numbers in {path.name}: allowed are "
-                        f"the same in all, or that the index names the last file"
-                    )
+                if key in indexed[path.name]:
+                    differing.pop(key, None)
+                elif key in tensors and not tensor.equals(tensors[key]):
+                    differing[key] = path.name
                 tensors[key] = tensor
+    for key, file_name in differing.items():
+        raise ValueError(
+            f"model {name!r} has the weight {key!r} in several files, with other numbers in {file_name}: allowed are the same in "
+            f"all, or that the index names the last file"
+        )
     return tensors
 
 
