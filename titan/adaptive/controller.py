@@ -46,10 +46,10 @@ NUM_PLAIN = COLD_PLAIN_STEPS + 2
 """Steps in a row between drafts that are plain, to see what such steps cost."""
 
 PLAIN_STEPS, PLAIN_GAIN = 24, 0.05
-"""Drafting steps before the first of these; twice as many if drafting gains that share, and so on, until it gains as much again."""
+"""Drafting steps before the first of these; twice as many if drafting gains that share, and so on."""
 
 MOST_PLAIN_AFTER = int(PLAIN_STEPS * (1 + 1 / PLAIN_GAIN))
-"""Most such steps before the first of these."""
+"""Most such steps, as many as where drafting doubles the rate."""
 
 LEAST_DRAFTS = 4.0
 """Number of drafts that what was ever seen counts as at least."""
@@ -236,7 +236,8 @@ class Controller:
         self._probes.forget()
         least = 1 - MARGIN if self.optimum.drafts else 1 + MARGIN
         self.optimum = best(estimates.means, prices, self.drafting_yield.factor, least)
-        self._plain_after = PLAIN_STEPS * (1 + min(self.optimum.rate / self.optimum.off_rate - 1, 1.0) / PLAIN_GAIN)
+        gain = self.optimum.rate / self.optimum.off_rate - 1
+        self._plain_after = min(PLAIN_STEPS * (1 + gain / PLAIN_GAIN), MOST_PLAIN_AFTER)
         self._worths = [self._worth(i, prices) if self.optimum.num_nodes[i] else None for i, each in enumerate(load.candidates)]
         self._hoped = self.optimum.num_nodes
         if not all(self._hoped):

@@ -72,9 +72,8 @@ class Costs:
         """
         is_warm, change = self._count_steps(1, is_drafting=False) >= COLD_PLAIN_STEPS, 0.0
         if is_warm and load.num_rows == num_requests:  # what prompts take says little of what decodes do
-            # at first, all that is told is how fast the machine is, for passes with drafts as well
-            is_apart, seconds = self.host.has_drafted, outcome.target_seconds
-            change = self.target.note(num_requests, load.num_context_tokens, seconds, is_warm=is_apart)
+            # until something was drafted, it tells how fast the machine is, for passes with drafts as well
+            change = self.target.note(num_requests, load.num_context_tokens, outcome.target_seconds, is_warm=self.host.has_drafted)
         else:
             self.target.age(1)
         self._age(change, 1)
@@ -99,18 +98,18 @@ class Costs:
         Args:
             load: of each of these steps.
             total: of their outcomes.
-            num_nodes: that each candidate was to draft.
+            num_nodes: that each candidate was to draft; of one at least.
             num_steps: number of the steps.
         """
         is_cold = self._count_steps(num_steps, is_drafting=True) < COLD_STEPS
         n, num_drafting = len(load.candidates), sum(map(bool, num_nodes))
-        seconds = (total.host_seconds + total.deciding_seconds) / num_steps
-        if num_drafting and not self.host.has_drafted:  # it may be the only one for long
+        host_seconds = (total.host_seconds + total.deciding_seconds) / num_steps
+        if not self.host.has_drafted:  # it may be the only one for long
             plain = self.host.predict(n)
-            seconds = plain + (seconds - plain) / FIRST_DRAFT
+            host_seconds = plain + (host_seconds - plain) / FIRST_DRAFT
         elif is_cold and self.host.knows(n, num_drafting):
-            seconds = _warm(seconds, self.host.predict(n, num_drafting))
-        self.host.note(n, num_drafting, seconds, num_steps)
+            host_seconds = _warm(host_seconds, self.host.predict(n, num_drafting))
+        self.host.note(n, num_drafting, host_seconds, num_steps)
         if load.num_rows != n:  # what prompts take says little of what decodes do
             return
         rows, context, seconds = n + total.num_nodes / num_steps, load.num_context_tokens, total.target_seconds / num_steps
