@@ -40,10 +40,10 @@ static_assert(sizeof(RareWeight) == 8 && sizeof(CodeHeader) == 64); // as in wei
 constexpr int kUnitInputs = 8; // inputs whose weights are coded together
 constexpr int kPartBytes = 64; // of a unit's parts: the numbers of upper bytes, 4 bits each; lower bytes of 4 inputs; those of 4 more
 
-// Rows from which on the first group keeps what it decodes for further groups, if that stays in the L2 cache; and rows of such a group.
+// Rows from which on the first group keeps what it decodes for further groups, if that stays in the L2 cache; least rows of such a group.
 template <typename X>
-constexpr int64_t kKeptRows = kLanes < 16 ? 9 : kPair<X> == 2 ? 128 : 32;
-constexpr int kLeastKept = 5;
+constexpr int64_t kKeptRows = kLanes < 16 ? 7 : kPair<X> == 2 ? 128 : 32;
+constexpr int kLeastKept = 4;
 constexpr int64_t kKeptNumbers = 1 << (kLanes < 16 ? 17 : 18);
 static_assert(kKeptRows<BFloat16> > kMostRows && kKeptRows<float> > kMostRows && kLeastKept <= kMostRows);
 

@@ -24,27 +24,32 @@ template <typename T>
   }
 }
 
-// Number of rows that are multiplied together: groups are of nearly equal size, unless a row alone behind full ones takes more blocks.
-constexpr int64_t group_rows_of(int64_t num_rows) {
-  const int64_t num_groups = (num_rows + kMostRows - 1) / kMostRows, last_rows = num_rows - (num_groups - 1) * kMostRows;
-  return last_rows == 1 && most_blocks(1) > most_blocks(kMostRows) ? kMostRows : (num_rows + num_groups - 1) / num_groups;
+// Whether seven rows are six and one, not three and four, where one row takes more blocks at a time than six do.
+constexpr bool has_row_alone(int64_t num_rows) { return num_rows == kMostRows + 1 && most_blocks(1) > most_blocks(kMostRows); }
+
+// Call work(first, count) for rows that are multiplied together, in groups of nearly equal size.
+template <typename Work>
+void for_groups(int64_t num_rows, const Work& work) {
+  if (!has_row_alone(num_rows)) return for_parts(num_rows, kMostRows, work);
+  work(0, kMostRows);
+  work(kMostRows, 1);
 }
 
 // Multiply rows in groups; those after the first find the strip of the weight in the cache.
 template <typename Packed, typename T, typename X>
 void multiply_by_vectors(Member& member, const Weight& weight, const X* x, int64_t num_rows, const T* residual, T* output) {
-  const int64_t group_rows = group_rows_of(num_rows), most = most_blocks((num_rows - 1) % group_rows + 1);
+  const int64_t num_groups = (num_rows + kMostRows - 1) / kMostRows, most = most_blocks(has_row_alone(num_rows) ? 1 : num_rows / num_groups);
   const int64_t num_blocks = (weight.num_outputs + kBlock - 1) / kBlock, depth = depth_of(weight);
   member.share((num_blocks + most - 1) / most, num_rows * depth * most * kBlock, [&](int64_t strip) {
     const int64_t begin = strip * most, end = std::min(begin + most, num_blocks);
     static thread_local WorkingMemory memory;
     const int64_t size = (end - begin) * kBlock * depth;
-    const bool keeps = kIsCoded<Packed> && num_rows >= kKeptRows<X> && group_rows >= kLeastKept && size <= kKeptNumbers;
+    const bool keeps = kIsCoded<Packed> && num_rows >= kKeptRows<X> && size <= kKeptNumbers;
     BFloat16* kept = keeps ? memory.room_for<BFloat16>(size) : nullptr;
-    for (int64_t first = 0; first < num_rows; first += group_rows) {
+    for_groups(num_rows, [&](int64_t first, int64_t count) {
       const int64_t place = first * weight.num_outputs;
       const X* rows = x + first * depth;
-      with_constant<kMostRows>(std::min(group_rows, num_rows - first), [&](auto m) {
+      with_constant<kMostRows>(count, [&](auto m) {
         const auto multiply = [&](int64_t block, auto b) {
           constexpr int M = m, B = b;
           Lanes sums[B * kParts][M];
@@ -58,7 +63,7 @@ void multiply_by_vectors(Member& member, const Weight& weight, const X* x, int64
         for (; block + most_blocks(m) <= end; block += most_blocks(m)) multiply(block, std::integral_constant<int, most_blocks(m)>{});
         for (; block < end; ++block) multiply(block, std::integral_constant<int, 1>{}); // of the last strip: other numbers take long to compile
       });
-    }
+    });
   });
 }
 
