@@ -11,9 +11,10 @@ from typing import TypeVar
 
 from titan.core.checks import missing_members
 from titan.core.kv_tensor import KVTensor, Role
+from titan.core.proposals import TreeLimits, checked_trees
 from titan.core.request import Request
 from titan.core.step import Acceptance, StepPlan
-from titan.core.trees import DraftTrees, TreeLimits
+from titan.core.trees import DraftTrees
 from titan.draft.base import Drafter, ModelDrafter, ReviewReport, has_cache, runs_model
 from titan.kernels.interfaces import Backend
 
@@ -86,7 +87,7 @@ class Drafting:
         limits = TreeLimits(tuple(plan.draft_budgets), may_sample, tuple(plan.num_slots))  # which a drafter cannot write to
 
         def propose() -> DraftTrees:
-            return DraftTrees.of(
+            return checked_trees(
                 self.drafter.propose(plan),
                 limits,
                 drafter=self.drafter.name,

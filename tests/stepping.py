@@ -14,10 +14,11 @@ from titan.core.kv_tensor import KVTensor
 from titan.core.limits import MAX_NODES
 from titan.core.options import EngineConfig
 from titan.core.outputs import RequestMetrics
+from titan.core.proposals import TreeLimits, checked_trees
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
 from titan.core.terms import RequestTerms
-from titan.core.trees import DraftTree, DraftTrees, TreeLimits
+from titan.core.trees import DraftTree, DraftTrees
 from titan.draft.registry import DraftSpec
 from titan.engine import Engine
 from titan.input_processor import InputProcessor
@@ -123,7 +124,7 @@ def trees_on(backend: Backend, trees: Sequence[DraftTree], vocab_size: int = VOC
     """Trees as the rows of a plan, on a device."""
     most = [MAX_NODES] * len(trees)
     limits, options = TreeLimits(most, [True] * len(trees), most), {"upload": backend.upload, "device": backend.device}
-    return DraftTrees.of(trees, limits, drafter="test", vocab_size=vocab_size, **options)
+    return checked_trees(trees, limits, drafter="test", vocab_size=vocab_size, **options)
 
 
 def by_slot(kv: KVTensor) -> Tensor:

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan.core.limits import MAX_NODES
-from titan.core.trees import EMPTY_TREE, NODE_DTYPES, DraftTree, DraftTrees, GrowthReport, NodeColumns, TreeLimits
+from titan.core.proposals import TreeLimits, checked_trees
+from titan.core.trees import EMPTY_TREE, NODE_DTYPES, DraftTree, DraftTrees, GrowthReport, NodeColumns
 
 VOCAB_SIZE = 9
 
@@ -97,7 +98,7 @@ SAMPLED = DraftTree(np.array([1, 1, 2]), BUSHY, Q)
 
 
 def of(proposal: Any, limits: TreeLimits = LIMITS) -> DraftTrees:
-    return DraftTrees.of(
+    return checked_trees(
         proposal, limits, drafter="mine", vocab_size=VOCAB_SIZE, upload=make_back_end("torch").upload, device=torch.device("cpu")
     )
 
@@ -185,7 +186,7 @@ def test_a_q_that_was_rounded_is_made_to_add_up_to_1() -> None:
         trees = [DraftTree.chain([int(row.argmax())], row[None]) for row in q]
         limits = TreeLimits([1] * 99, [True] * 99, [1] * 99)
         upload, device = make_back_end("torch").upload, torch.device("cpu")
-        made = DraftTrees.of(trees, limits, drafter="mine", vocab_size=5000, upload=upload, device=device)
+        made = checked_trees(trees, limits, drafter="mine", vocab_size=5000, upload=upload, device=device)
         assert made.num_nodes == 99 and made.draft_probs is not None
         assert (made.draft_probs.double().sum(1) - 1).abs().max() < 1e-5 < (q.sum(1) - 1).abs().max()
         torch.testing.assert_close(made.draft_probs, q, rtol=0.01, atol=0)

@@ -17,7 +17,8 @@ from torch import Tensor
 from titan.bench.gpu.sections import Setting
 from titan.bench.samples import Label
 from titan.core.batch import QueryRow, build_batch
-from titan.core.trees import DraftTree, DraftTrees, TreeLimits
+from titan.core.proposals import TreeLimits, checked_trees
+from titan.core.trees import DraftTree
 from titan.kernels.triton.attention_plan import AttentionGeometry, DeviceLayout
 from titan.kernels.triton.attention_planner import TreeAttentionPlan
 from titan.kernels.triton.pass_inputs import upload_inputs
@@ -114,7 +115,7 @@ def _make_layout(shape: Shape, tables: list[list[int]], device: torch.device) ->
     tree = DraftTree(np.zeros(num_nodes, np.int64), np.array(shape.parents, np.int32))
     limits = TreeLimits([num_nodes] * num_requests, [False] * num_requests, [num_nodes] * num_requests)
     bring = partial(upload, device=device)
-    trees = DraftTrees.of([tree] * num_requests, limits, drafter="bench", vocab_size=1, upload=bring, device=device)
+    trees = checked_trees([tree] * num_requests, limits, drafter="bench", vocab_size=1, upload=bring, device=device)
     batch = build_batch(rows, trees, block_size=shape.geometry.block_size)
     layout: DeviceLayout = upload_inputs(batch, device, max_short_query=1 + num_nodes).attention
     return layout

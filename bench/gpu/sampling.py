@@ -12,9 +12,10 @@ from torch.utils.benchmark import Timer
 
 from titan.bench.gpu.sections import Figures, Section, Setting, Task
 from titan.bench.gpu.timing import Work, busy_seconds
+from titan.core.proposals import TreeLimits, checked_trees
 from titan.core.sampling_params import SamplingParams
 from titan.core.sampling_rows import SamplingRows
-from titan.core.trees import DraftTree, DraftTrees, TreeLimits
+from titan.core.trees import DraftTree
 from titan.kernels.interfaces import Backend
 from titan.kernels.triton.backend import TritonBackend
 
@@ -33,7 +34,7 @@ def verification(logits: Tensor, backend: Backend, params: SamplingParams, is_sa
     limits = TreeLimits(num_nodes, [is_sampled] * num_requests, num_nodes)
     chains = [DraftTree.chain(each.argmax(1).tolist(), each.float().softmax(1) if is_sampled else None) for each in logits[:, :-1]]
     upload, device = backend.upload, backend.device
-    trees = DraftTrees.of(chains, limits, drafter="bench", vocab_size=vocab_size, upload=upload, device=device)
+    trees = checked_trees(chains, limits, drafter="bench", vocab_size=vocab_size, upload=upload, device=device)
     return partial(backend.trees.verify, logits.flatten(0, 1), trees, np.arange(num_requests), rows)
 
 

@@ -13,11 +13,11 @@ import torch
 from titan.core.metrics import EngineCounters
 from titan.core.options import SCHEDULING_POLICIES, ScheduleOptions
 from titan.core.outputs import RequestMetrics
+from titan.core.proposals import placeholder_chains
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import Acceptance, StepPlan
 from titan.core.terms import PRIORITIES, RequestTerms
-from titan.core.trees import DraftTrees
 from titan.kernels.interfaces import CacheOps
 from titan.memory.kv_cache import KVCache
 from titan.schedule.scheduler import Scheduler
@@ -58,9 +58,7 @@ class Backlog:
         self._now += 0.05
         self._add(NUM_RUNNING + NUM_WAITING - len(self.scheduler.running) - len(self.scheduler.waiting))
         plan = self._plan
-        trees = DraftTrees.placeholder_chains(
-            plan.draft_budgets, lambda arrays: list(map(torch.from_numpy, arrays)), torch.device("cpu")
-        )
+        trees = placeholder_chains(plan.draft_budgets, lambda arrays: list(map(torch.from_numpy, arrays)), torch.device("cpu"))
         paths = [list(range(min(budget, NUM_ACCEPTED))) for budget in plan.draft_budgets]
         tokens = [[7] * (len(path) + 1) if plan.reaches_root(i) else [] for i, path in enumerate(paths)]
         return Acceptance(trees, paths, tokens, [None] * len(paths))

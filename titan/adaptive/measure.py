@@ -12,7 +12,7 @@ import torch
 from titan.adaptive.pass_cost import PassCost
 from titan.core.batch import QueryRow, RaggedBatch, build_batch
 from titan.core.growth import Feed, chain_spec
-from titan.core.trees import DraftTrees
+from titan.core.proposals import placeholder_chains
 from titan.kernels.interfaces import Backend, Runner
 
 MAX_SECONDS = 2.0
@@ -150,7 +150,7 @@ class _Curve:
             QueryRow(table, start, [0] * (count - of_tree), True)
             for table, count, of_tree in zip(tables, counts, nodes, strict=True)
         ]
-        trees = DraftTrees.placeholder_chains(nodes, self._backend.upload, self._backend.device)
+        trees = placeholder_chains(nodes, self._backend.upload, self._backend.device)
         return build_batch(rows, trees, block_size=self._extent.block_size)
 
 

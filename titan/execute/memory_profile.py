@@ -10,9 +10,9 @@ from titan.core.batch import QueryRow, build_batch
 from titan.core.kv_tensor import KVTensor
 from titan.core.options import EngineConfig
 from titan.core.out_of_memory import is_out_of_memory
+from titan.core.proposals import placeholder_chains
 from titan.core.sampling_params import SamplingParams
 from titan.core.sampling_rows import SamplingRows
-from titan.core.trees import DraftTrees
 from titan.kernels.interfaces import Backend, Model, PassCounts, PassLimits
 from titan.verify.transforms import TransformedRows, transform_logits
 
@@ -45,7 +45,7 @@ def _run(backend: Backend, model: Model, config: EngineConfig, limits: PassLimit
     num_tokens = min(config.schedule.max_num_batched_tokens // num_requests, max_model_len)
     num_nodes = min(limits.query_len - 1, num_tokens - 1)
     row = QueryRow([0] * -(-max_model_len // block_size), 0, [0] * (num_tokens - num_nodes))
-    trees = DraftTrees.placeholder_chains([num_nodes] * num_requests, backend.upload, backend.device)
+    trees = placeholder_chains([num_nodes] * num_requests, backend.upload, backend.device)
     kv = KVTensor(model.kv_layout.stored_as(config.memory.kv_cache_dtype), 1, block_size, backend.device)
     with torch.inference_mode():
         eager = limits._replace(query_len=0)  # a graph would keep memory of its own
