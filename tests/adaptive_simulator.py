@@ -137,7 +137,7 @@ class Policy(Listener, Protocol):
 
     def observe(self, outcome: Outcome) -> None: ...
 
-    def note_repeat(self, fields: tuple[float, ...]) -> None: ...
+    def note_repeat(self, outcome: Outcome) -> None: ...
 
 
 class Fixed:
@@ -164,7 +164,7 @@ class Fixed:
     def observe(self, outcome: Outcome) -> None:
         pass
 
-    def note_repeat(self, fields: tuple[float, ...]) -> None:
+    def note_repeat(self, outcome: Outcome) -> None:
         raise NotImplementedError
 
 

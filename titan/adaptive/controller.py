@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import starmap
 from math import ceil
 from operator import is_
 from typing import NamedTuple
@@ -110,7 +109,7 @@ class Controller:
         self._compared: Sequence[AcceptanceCounts] = ()  # of the candidates of the last comparison
         self._load: Load = Load((), 0, 0)
         self._decision = Decision([], (), ())
-        self._alike: list[tuple[float, ...]] = []  # what came of the last decision, and of its repeats
+        self._alike: list[Outcome] = []  # what came of the last decision, and of its repeats
         # steps that were not learned from yet: those that did alike, the total of what came of them, and their number
         self._unlearned: list[tuple[Load, Decision, Outcome, int]] = []
 
@@ -284,21 +283,16 @@ class Controller:
         shown = [own_acceptance(self._load.candidates[i].counts, self.fleet.agreement) for i in probed]
         return any(self._hoped) or any(p > self._estimates.bounds[i] for p, i in zip(shown, probed, strict=True))
 
-    def note_repeat(self, fields: tuple[float, ...]) -> None:
-        """Take note of a step that drafted as the last one that was decided, which is the first of these; it may be the last.
-
-        Args:
-            fields: of its `Outcome`, which nobody makes of each step, for that takes longer than the rest of this.
-        """
-        num_nodes, num_accepted = fields[:2]
-        self._alike.append(fields)
-        self._standing.note_drafts(num_accepted)
-        if self._standing.num_left <= 0 or not num_nodes:
+    def note_repeat(self, outcome: Outcome) -> None:
+        """Take note of a step that drafted as the last one that was decided, which is the first of these; it may be the last."""
+        self._alike.append(outcome)
+        self._standing.note_drafts(outcome.num_accepted)
+        if self._standing.num_left <= 0 or not outcome.num_nodes:
             self.num_repeats = 0
 
     def _end_repeats(self) -> None:
         """Let the last decision be learned from together with all steps that repeated it."""
-        outcomes = [*starmap(Outcome, self._alike)]
+        outcomes, self._alike = self._alike, []
         num_repeats, num_tokens = len(outcomes) - 1, sum([len(self._load.candidates) + each.num_accepted for each in outcomes])
         self._standing.pass_steps(num_repeats)
         self._num_since_plain += num_repeats
@@ -310,7 +304,6 @@ class Controller:
         self._unlearned += [(load, self._decision, each, 1) for each in outcomes if each.seconds > most]
         if len(usual) < len(outcomes) / 2 and self._num_since_plain >= PLAIN_STEPS:  # steps without drafts may have changed, too
             self._num_since_plain = MOST_PLAIN_AFTER
-        self._alike.clear()
 
     def _learn(self) -> None:
         """Learn from the steps that were observed."""

@@ -130,12 +130,12 @@ class AdaptiveSpeculation:
             draft_seconds = times.draft if growth.seconds is None else growth.seconds
             passes = growth.num_passes, growth.num_rows
         num_nodes, num_accepted = acceptance.trees.num_nodes, sum(map(len, acceptance.paths))
-        fields = (num_nodes, num_accepted, *passes, times.recurring, draft_seconds, times.target, times.prepare)
+        of_step = (times.recurring, draft_seconds, times.target, times.prepare)
+        outcome = Outcome(num_nodes, num_accepted, *passes, *of_step, report.num_rows, report.seconds)
         if self._repeats.is_repeat:
-            self.controller.note_repeat(fields)
+            self.controller.note_repeat(outcome)
             self._num_unfollowed += 1
             return
-        outcome = Outcome(*fields, report.num_rows, report.seconds)
         if self._decision is RESTING:
             self.controller.observe_rest(self._load, len(self._rows), outcome)
         else:
