@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections import Counter
@@ -25,6 +26,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from titan import LLM
 from titan.bench.load import parse_arguments
 from titan.cli import main
+from titan.core.dtypes import RUN_DTYPES
 from titan.kernels.torch.backend import TorchBackend
 from titan.models.files import ModelFiles
 from titan.models.loader import load_model, open_model
@@ -507,10 +509,22 @@ def test_hub_errors_name_the_model(
     assert_refused(capsys, "some/model", f"model 'some/model' {message}", "--revision", "v9")
 
 
-def test_numbers_beyond_a_dtype_are_refused_in_that_dtype_only(whole: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stored", "number", "refused", "read"),
+    [
+        ("float32", 1e5, "float16", "float32"),
+        ("bfloat16", 65536.0, "float16", "float32"),  # beyond it by less than bfloat16 tells apart
+        ("bfloat16", math.inf, "float32", None),
+        ("float16", -math.inf, "bfloat16", None),
+    ],
+)
+def test_numbers_beyond_a_dtype_are_refused_in_that_dtype_only(
+    whole: Path, tmp_path: Path, stored: str, number: float, refused: str, read: str | None
+) -> None:
     shutil.copytree(whole / "one", tmp_path, dirs_exist_ok=True)
-    weights(model__norm__weight=torch.full((48,), 1e5))(tmp_path)
+    weights(model__norm__weight=torch.full((48,), number, dtype=RUN_DTYPES[stored]))(tmp_path)
     backend = TorchBackend(torch.device("cpu"))
-    load_model(open_model(ModelFiles(str(tmp_path))), dtype="float32", backend=backend)
-    with pytest.raises(ValueError, match=r"'model\.norm\.weight' has numbers that are not finite in float16"):
-        load_model(open_model(ModelFiles(str(tmp_path))), dtype="float16", backend=backend)
+    if read is not None:
+        load_model(open_model(ModelFiles(str(tmp_path))), dtype=read, backend=backend)
+    with pytest.raises(ValueError, match=rf"'model\.norm\.weight' has numbers that are not finite in {refused}"):
+        load_model(open_model(ModelFiles(str(tmp_path))), dtype=refused, backend=backend)

@@ -152,7 +152,7 @@ class StoredTensor:
         """
         found = self._mapped(rows)
         if self.dtype.is_floating_point and dtype.is_floating_point and self.dtype.itemsize > 1 and found.numel():
-            low, high = found.aminmax()
+            low, high = (each.item() for each in found.aminmax())  # compared as tensors, limits would be rounded to their dtype
             if not (low >= torch.finfo(dtype).min and high <= torch.finfo(dtype).max):  # a NaN fails as well
                 raise not_finite(self.name, dtype)
         return found
