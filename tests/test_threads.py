@@ -19,11 +19,12 @@ import pytest
 from stepping import greedy
 from zoo import Zoo
 
-from titan import LLM, RequestOutput, SamplingParams, step_loop
+from titan import LLM, RequestOutput, SamplingParams, engine, step_loop
 from titan.core.request import Request
 from titan.core.step import StepPlan
 from titan.core.trees import DraftTree
-from titan.draft.base import NoDrafter
+from titan.draft.base import Drafter, NoDrafter
+from titan.draft.registry import open_drafter
 from titan.step_loop import StepLoop
 
 WATCHDOG_S = 60
@@ -171,6 +172,18 @@ def test_threads_join_one_batch(llm: LLM) -> None:
     in_threads(*(lambda prompt=prompt: generate(llm, prompt, params) for prompt in PROMPTS * 2))
     after = llm.metrics()
     assert (after.num_steps - before.num_steps, after.num_emitted_tokens - before.num_emitted_tokens) == (16, 8 * 15)
+
+
+def test_requests_go_on_while_a_draft_is_looked_for(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, found = generate(llm, "the", greedy(5)), []
+
+    def open_slowly(*args: Any) -> Callable[[], Drafter]:
+        found.extend(in_threads(lambda: generate(llm, "the", greedy(5))))
+        return open_drafter(*args)
+
+    monkeypatch.setattr(engine, "open_drafter", open_slowly)
+    llm.swap_draft("ngram")
+    assert found == [expected] and llm.engine.drafter.name == "ngram"
 
 
 CALLS: dict[str, Callable[[LLM], Any]] = {

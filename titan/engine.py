@@ -258,10 +258,23 @@ class Engine:
 
     def swap_draft(self, draft: DraftSpec) -> None:
         """Replace the drafter between steps, as `titan.LLM.swap_draft` says; the new draft catches up with requests in flight."""
+        self.replace_drafter(self.open_draft(draft))
+
+    def open_draft(self, draft: DraftSpec) -> Callable[[], Drafter]:
+        """Return what loads a draft, after a look at it, and after a download, if there is one; steps may run meanwhile.
+
+        Raises:
+            ValueError: the draft cannot be used.
+        """
         if self.config.speculation.speculation == "off":
             raise ValueError("swap_draft() contradicts speculation='off': allowed with 'adaptive' and 'fixed'")
         with self.backend.active():
-            drafter = self._open_drafter(draft)()
+            return self._open_drafter(draft)
+
+    def replace_drafter(self, load: Callable[[], Drafter]) -> None:
+        """Replace the drafter between steps by what `open_draft` has returned."""
+        with self.backend.active():
+            drafter = load()
             self._check_room(drafter)
             try:
                 self._use_drafter(drafter, self.scheduler.in_flight)

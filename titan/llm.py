@@ -221,8 +221,9 @@ class LLM:
 
         The KV cache keeps its number of blocks, so that a larger draft takes more memory than ``kv_cache_memory`` said. The swap
         space keeps its bytes and starts empty: what it held is computed again. Where the host has no memory for it any more, a
-        warning says that there is none. With ``speculation="adaptive"``, models whose passes were not measured before are measured
-        first, in about two seconds, during which requests in flight wait. An interrupt ends all requests.
+        warning says that there is none. Requests in flight go on while the draft is looked for and downloaded. They wait while its
+        weights are read and, with ``speculation="adaptive"``, models whose passes were not measured before are measured, in about
+        two seconds; an interrupt then ends all requests.
 
         Args:
             draft_model: as in the constructor.
@@ -231,8 +232,9 @@ class LLM:
             ValueError: the draft cannot be used, there is too little memory for its KV, or the engine never drafts
                 (``speculation="off"``); the current one then stays.
         """
-        draft = _as_draft(draft_model)
-        self.frontend.loop.between_steps(lambda: self.engine.swap_draft(draft))
+        self.frontend.loop.check_caller()
+        load = self.engine.open_draft(_as_draft(draft_model))
+        self.frontend.loop.between_steps(lambda: self.engine.replace_drafter(load))
 
     def compact_kv_cache(self) -> int:
         """Move all KV blocks with content to the front of the cache, between steps; return how many moved.
