@@ -541,6 +541,20 @@ def test_diagnose_names_what_is_slow(zoo: Zoo) -> None:
     assert not faults(sick.metrics()), "there is no draft that could be blamed"
 
 
+def test_a_stop_among_accepted_drafts_makes_them_no_longer(zoo: Zoo) -> None:
+    llm, prompts = LLM(zoo.path("llama"), zoo.path("llama"), **CPU), random_prompts(1)
+    token_ids = llm.generate(prompts, greedy(20, ignore_eos=True), use_tqdm=False)[0].outputs[0].token_ids
+    for last in [i for i in range(20) if token_ids[i] not in token_ids[:i]]:
+        llm.swap_draft(zoo.path("llama"))
+        llm.generate(prompts, greedy(20, stop_token_ids=[token_ids[last]]), use_tqdm=False)
+        own = llm.metrics().current_draft
+        if own.num_sequence_steps + own.num_accepted_tokens > last + 1:  # such a step has no token of the target's own
+            break
+    assert own.num_sequence_steps + own.num_accepted_tokens == last + 2
+    num_plain = own.num_sequence_steps - own.num_drafted_steps
+    assert own.mean_drafted_length * own.num_drafted_steps + num_plain == pytest.approx(last + 1)
+
+
 def test_a_draft_is_judged_by_what_came_since_it_was_put_to_use(zoo: Zoo) -> None:
     """A good one after a bad one is not blamed, and a bad one after a good one is."""
     llm = LLM(zoo.path("llama"), zoo.path("useless"), **CPU)

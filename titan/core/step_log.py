@@ -75,16 +75,16 @@ class StepLog:
         num_drafted = now.num_drafted_steps - before.num_drafted_steps
         proposed = _more(now.proposed_per_depth, before.proposed_per_depth)
         accepted = _more(now.accepted_per_depth, before.accepted_per_depth)
-        num_accepted = sum(accepted)
+        num_emitted = now.num_emitted_tokens - before.num_emitted_tokens
         return DraftMetrics(
             num_sequence_steps=num_steps,
             num_drafted_steps=num_drafted,
             proposed_per_depth=proposed,
             accepted_per_depth=accepted,
             num_proposed_tokens=sum(proposed),
-            num_accepted_tokens=num_accepted,
-            mean_acceptance_length=ratio(now.num_emitted_tokens - before.num_emitted_tokens, num_steps),
-            mean_drafted_length=ratio(num_drafted + num_accepted, num_drafted),
+            num_accepted_tokens=sum(accepted),
+            mean_acceptance_length=ratio(num_emitted, num_steps),
+            mean_drafted_length=ratio(num_emitted - (num_steps - num_drafted), num_drafted),  # the other steps emit one token each
         )
 
     def recent_metrics(self, now: float, pass_s: Callable[[float, float], float] | None) -> RecentMetrics:
