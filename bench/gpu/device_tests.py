@@ -23,7 +23,7 @@ FULL = (
     ("tests",),
     (
         *("test_cuda_graphs", "test_triton_chains", "test_device_trees", "test_conformance_trees", "test_conformance_layers"),
-        *("test_conformance_sampling", "test_draft_precision", "test_short_weights", "test_other_layers"),
+        *("test_conformance_sampling", "test_a_rounded_draft", "test_short_weights", "test_other_layers"),
         *("test_tree_attention", "test_attention_planner", "[triton", "-triton", "_with_triton", "test_triton", "test_conformance"),
         "test_wrapper_arguments",
     ),
