@@ -112,8 +112,7 @@ class RowChooser:
             if self._kv.reserve(request, request.num_computed_tokens + num_tokens):
                 self._add(request, num_tokens)
                 return
-            holders = [each for each in scheduler.running if each.block_ids or each is request]  # others would free nothing
-            victim = scheduler.consult(scheduler.policy.victim, holders, scheduler.clock())
+            victim = scheduler.consult(scheduler.policy.victim, scheduler.running, scheduler.clock())
             scheduler.preempt(victim)
             self._has_preempted = True
             self._plan.remove(victim)
