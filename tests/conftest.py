@@ -16,7 +16,11 @@ SLOW = (
 """Words in the names of tests that are slow by nature, or of their files or parameters."""
 
 LONG = (
-    *("test_chains_are_those_that_pytorch_grows", "test_an_engine_grows_its_chains_in_graphs"),
+    *(
+        "test_chains_are_those_that_pytorch_grows",
+        "test_an_engine_grows_its_chains_in_graphs",
+        "siblings_along_sampled_chains_are_those_that_pytorch_grows[narrow",
+    ),
     *("growth_ends_early_where_the_host_can_look[triton]", "own_logprobs[triton"),
     *("measures_copies_and_the_host", "products_and_sampling_run", "what_ends_a_process_or_its_device"),
     "experts_through_transformers_peaks",
@@ -25,6 +29,7 @@ LONG = (
     *("triton-beside one that ends before", "triton-in the middle", "triton-latents-dtype1"),
     *("parents-looking back", "prefix_hits_and_preemption[llama-parents", "[qwen3-chain-greedy-False]"),
     *(f"while_an_engine_serves[llama-options{i}-chunked_tokens1]" for i in (1, 2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 14)),
+    *(f"while_an_engine_serves[llama-options{i}-chunked_tokens0]" for i in (2, 5, 7)),
 )
 """Words in the names of tests that take seconds, up to half a minute, and try what others try at a smaller size or elsewhere."""
 LEFT_OUT = ("models", "long")
