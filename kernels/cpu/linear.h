@@ -38,13 +38,14 @@ void for_groups(int64_t num_rows, const Work& work) {
 // Multiply rows in groups; those after the first find the strip of the weight in the cache.
 template <typename Packed, typename T, typename X>
 void multiply_by_vectors(Member& member, const Weight& weight, const X* x, int64_t num_rows, const T* residual, T* output) {
-  const int64_t num_groups = (num_rows + kMostRows - 1) / kMostRows, most = most_blocks(has_row_alone(num_rows) ? 1 : num_rows / num_groups);
+  const bool is_alone = has_row_alone(num_rows);
+  const int64_t least_rows = num_rows / ((num_rows + kMostRows - 1) / kMostRows), most = most_blocks(is_alone ? 1 : least_rows);
   const int64_t num_blocks = (weight.num_outputs + kBlock - 1) / kBlock, depth = depth_of(weight);
   member.share((num_blocks + most - 1) / most, num_rows * depth * most * kBlock, [&](int64_t strip) {
     const int64_t begin = strip * most, end = std::min(begin + most, num_blocks);
     static thread_local WorkingMemory memory;
     const int64_t size = (end - begin) * kBlock * depth;
-    const bool keeps = kIsCoded<Packed> && num_rows >= kKeptRows<X> && size <= kKeptNumbers;
+    const bool keeps = kIsCoded<Packed> && num_rows >= kKeptRows<X> && (is_alone || least_rows >= kLeastKept) && size <= kKeptNumbers;
     BFloat16* kept = keeps ? memory.room_for<BFloat16>(size) : nullptr;
     for_groups(num_rows, [&](int64_t first, int64_t count) {
       const int64_t place = first * weight.num_outputs;

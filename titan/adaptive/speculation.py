@@ -130,8 +130,8 @@ class AdaptiveSpeculation:
             draft_seconds = times.draft if growth.seconds is None else growth.seconds
             passes = growth.num_passes, growth.num_rows
         num_nodes, num_accepted = acceptance.trees.num_nodes, sum(map(len, acceptance.paths))
-        of_step = (times.recurring, draft_seconds, times.target, times.prepare)
-        outcome = Outcome(num_nodes, num_accepted, *passes, *of_step, report.num_rows, report.seconds)
+        seconds = (times.recurring, draft_seconds, times.target, times.prepare)
+        outcome = Outcome(num_nodes, num_accepted, *passes, *seconds, report.num_rows, report.seconds)
         if self._repeats.is_repeat:
             self.controller.note_repeat(outcome)
             self._num_unfollowed += 1
