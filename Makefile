@@ -57,9 +57,10 @@ clean:
 	rm -rf .venv build dist .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find titan draft verify kernels bench training examples tests -name __pycache__ -prune -exec rm -r {} +
 
-# torch comes first and alone, so that TORCH may carry options that hold for torch only.
+# torch comes first and alone, so that TORCH may carry options that hold for torch only. Modules are compiled when first imported: of the
+# thousands that come with torch and transformers, few are.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -qq --constraint $(CONSTRAINTS) $(TORCH)
-	$(BIN)/pip install -qq --constraint $(CONSTRAINTS) --editable '.[dev]'
+	$(BIN)/pip install -qq --no-compile --constraint $(CONSTRAINTS) $(TORCH)
+	$(BIN)/pip install -qq --no-compile --constraint $(CONSTRAINTS) --editable '.[dev]'
 	touch $@

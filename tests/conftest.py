@@ -19,7 +19,8 @@ LONG = (
     *(
         "test_chains_are_those_that_pytorch_grows",
         "test_an_engine_grows_its_chains_in_graphs",
-        "siblings_along_sampled_chains_are_those_that_pytorch_grows[narrow",
+        "test_sampled_chains_are_those_that_pytorch_grows[other",
+        *(f"siblings_along_sampled_chains_are_those_that_pytorch_grows[{each}" for each in ("narrow", "eight-5")),
     ),
     *("growth_ends_early_where_the_host_can_look[triton]", "own_logprobs[triton"),
     *("measures_copies_and_the_host", "products_and_sampling_run", "what_ends_a_process_or_its_device"),
