@@ -6,11 +6,12 @@
     titan bench adaptive --mixed                                             a draft that is wrong for every second request
     titan bench adaptive --first-steps 100                                   new engines, without a warm-up: none against adaptive
 
-Each setting has an engine of its own, with the options of its name and defaults else; they share the weights, and take turns on the
-same requests; requests and the order of turns change from round to round. On a CPU, each run has its KV cache in another place of
-the memory, which makes a difference of some 3 % between engines that are the same. All requests of a run arrive together.
-Temperature 0, and the end of sequence is ignored. Tokens per second count the wall time of a run, prefill included. Ratios are
-medians over the rounds of the ratio within a round, with 95 % intervals from six rounds on. Nothing else should run on the machine.
+Each setting has an engine of its own, with the options of its name and defaults else. They share the weights, and run the same
+requests side by side: one goes on for half a second, then each other until it has emitted as many tokens. Requests change from
+round to round. On a CPU, each run has its KV cache in another place of the memory, which makes a difference of some 3 % between
+engines that are the same. All requests of a run arrive together. Temperature 0, and the end of sequence is ignored. Tokens per
+second count the wall time of a run, prefill included. Ratios are medians over the rounds of the ratio within a round, with 95 %
+intervals from six rounds on. Nothing else should run on the machine.
 Ctrl-C ends the measurement and reports what there is.
 """
 
@@ -27,14 +28,14 @@ from typing import Any
 import numpy as np
 
 from titan.bench.draft_recipes import DraftRecipe, LoadedDraft, Models
-from titan.bench.engine_run import make_idle, run_first_steps, run_workload
+from titan.bench.engine_run import first_steps, make_idle, run_workload, workload_steps
 from titan.bench.hopeless_drafts import HalfHopelessDrafter, load_shuffled
 from titan.bench.loading import engine_options, load_target, open_backend
 from titan.bench.options import add_draft, add_target, bench_parser, model_options, parse, positive
 from titan.bench.prompts import prompt_stream
 from titan.bench.report import Report, count, figure_table, in_one_round, measure_and_publish
-from titan.bench.runs import Run
-from titan.bench.samples import Row, Sample, Spread, group_samples, make_rows, rotated, with_ratio
+from titan.bench.samples import Row, Sample, Spread, group_samples, make_rows, with_ratio
+from titan.bench.side_by_side import OwnTime, Steps, run_side_by_side
 from titan.bench.turns import Turns
 from titan.bench.workloads import Lengths, Workload, take_workload
 from titan.core.dtypes import RUN_DTYPES
@@ -95,22 +96,21 @@ class AdaptiveBench:
                 workloads = [take_workload(self._prompts, num_requests, repeat(self._output_len)) for _ in range(args.rounds)]
                 place = f"at {count(at_once, 'request')} at once"
                 for round_id, workload in enumerate(workloads):
-                    for setting in rotated(self.settings, round_id):
-                        run = turns.take(setting, place, partial(self._run, setting, workload, at_once))
-                        if run is not None:
-                            labels = {"at once": at_once, "setting": setting}
-                            self.samples.append(Sample(labels, round_id, {**run.rates, **run.figures}))
+                    starts = {setting: partial(self._start, setting, workload, at_once) for setting in self.settings}
+                    for setting, run in run_side_by_side(turns, place, starts, round_id).items():
+                        labels = {"at once": at_once, "setting": setting}
+                        self.samples.append(Sample(labels, round_id, {**run.rates, **run.figures}))
                 yield
 
-    def _run(self, setting: str, workload: Workload, at_once: int) -> Run:
-        """Run once, after a warm-up, since the system may have put an engine's memory aside; the first steps have none."""
+    def _start(self, setting: str, workload: Workload, at_once: int, own_time: OwnTime) -> Steps:
+        """Begin a run, after a warm-up, since the system may have put an engine's memory aside; the first steps have none."""
         if self.args.first_steps:
-            return run_first_steps(self._make_engine(setting), workload, self.args.first_steps)
+            return first_steps(self._make_engine(setting), workload, self.args.first_steps, own_time)
         engine = self._engines[setting]
         if engine.backend.is_host:  # a new cache, elsewhere in the memory
             engine.resize_kv_cache(engine.kv.num_blocks + 1)
         run_workload(engine, workload.warm_up(at_once), at_once)
-        return run_workload(engine, workload, at_once)
+        return workload_steps(engine, workload, own_time, at_once)
 
     def _recover(self, setting: str) -> None:
         if setting in self._engines:

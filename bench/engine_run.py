@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from statistics import mean
@@ -15,6 +15,7 @@ import torch
 
 from titan import SamplingParams
 from titan.bench.runs import RequestRun, Run
+from titan.bench.side_by_side import OwnTime, Steps, run_alone
 from titan.bench.step_times import step_times
 from titan.bench.workloads import Workload
 from titan.core.outputs import merge_metrics
@@ -54,13 +55,34 @@ def run_workload(
     temperature: float = 0.0,
     is_static: bool = False,
 ) -> Run:
-    """Step an idle engine until a workload is done; figures are of the whole run, and of its decode steps, if there are any.
+    """Step an idle engine until a workload is done: `workload_steps`, without giving way.
 
-    A request that arrives during a step waits until the step ends; its latency includes that wait.
+    Raises:
+        RuntimeError, RuntimeWarning: as `serve`.
+    """
+    options: dict[str, Any] = {"use_speculative": use_speculative, "temperature": temperature, "is_static": is_static}
+    return run_alone(lambda own_time: workload_steps(engine, workload, own_time, concurrency, **options))
+
+
+def workload_steps(
+    engine: Engine,
+    workload: Workload,
+    own_time: OwnTime,
+    concurrency: int | None = None,
+    *,
+    use_speculative: bool = True,
+    temperature: float = 0.0,
+    is_static: bool = False,
+) -> Steps:
+    """Step an idle engine until a workload is done; yields the tokens emitted so far after each step.
+
+    Figures are of the whole run, and of its decode steps, if there are any. A request that arrives during a step waits until the
+    step ends; its latency includes that wait.
 
     Args:
         engine: takes as many waiting requests as there are.
         workload: each request is added when its time has come.
+        own_time: of the run.
         concurrency: most requests at once; 1 is no batching, ``None`` leaves it to the engine.
         use_speculative: whether the engine may draft.
         temperature: of the requests.
@@ -69,15 +91,17 @@ def run_workload(
     Raises:
         RuntimeError, RuntimeWarning: as `serve`.
     """
-    start, cpu_start = time.monotonic(), time.process_time()  # other engines' runs, too, begin before their requests are made
+    # within the run, as those of other engines are
     requests = make_requests(engine, workload, use_speculative=use_speculative, temperature=temperature)
     changes: dict[Request, list[float]] = {request: [] for request in requests}
-    seconds = 0.0
+    seconds, num_before = 0.0, engine.counters.num_emitted_tokens
+    clock = own_time.seconds
     with step_times(engine) as times:
-        for seconds, changed in serve(engine, workload, requests, concurrency or len(requests), start, is_static=is_static):
+        for seconds, changed in serve(engine, workload, requests, concurrency or len(requests), clock, is_static=is_static):
             for request in changed:
                 changes[request].append(seconds)
-    cpu_seconds = time.process_time() - cpu_start
+            yield engine.counters.num_emitted_tokens - num_before
+    cpu_seconds = own_time.cpu_seconds()
     gpu_use = engine.backend.utilization()  # of the last moments; asking takes a millisecond, which is in no step
     runs = [
         RequestRun(request.output_token_ids, changes[request][-1], changes[request][0], arrival)
@@ -113,16 +137,17 @@ def run_static(engine: Engine, workload: Workload, batch_size: int) -> Run:
     return replace(run, requests=requests)
 
 
-def run_first_steps(engine: Engine, workload: Workload, num_steps: int) -> Run:
-    """Run the first steps of requests that all arrive together, and abort them.
+def first_steps(engine: Engine, workload: Workload, num_steps: int, own_time: OwnTime) -> Steps:
+    """Run the first steps of requests that all arrive together, and abort them; yields their number.
 
     Raises:
         RuntimeError, RuntimeWarning: as `serve`.
     """
     requests = make_requests(engine, workload)
     seconds = 0.0
-    for seconds, _ in islice(serve(engine, workload, requests, len(requests)), num_steps):  # noqa: B007 - the last counts
-        pass
+    steps = islice(serve(engine, workload, requests, len(requests), own_time.seconds), num_steps)
+    for number, (seconds, _) in enumerate(steps, 1):  # noqa: B007 - the last counts
+        yield number
     make_idle(engine)
     return Run([RequestRun(request.output_token_ids, seconds, None) for request in requests], seconds, _step_figures(requests))
 
@@ -138,7 +163,7 @@ def serve(
     workload: Workload,
     requests: Sequence[Request],
     concurrency: int,
-    start: float | None = None,
+    clock: Callable[[], float] | None = None,
     *,
     is_static: bool = False,
 ) -> Iterator[tuple[float, list[Request]]]:
@@ -149,7 +174,7 @@ def serve(
         workload: says when its requests are added.
         requests: those of the workload.
         concurrency: most requests at once.
-        start: of the run, on the clock of `time.monotonic`; ``None``: now.
+        clock: seconds since the start of the run; ``None``: the start is now.
         is_static: as of `run_workload`.
 
     Raises:
@@ -158,9 +183,10 @@ def serve(
     """
     waiting = deque(zip(workload.arrivals, requests, strict=True))
     unfinished: set[Request] = set()
-    start = time.monotonic() if start is None else start
+    start = time.monotonic()
+    clock = clock or (lambda: time.monotonic() - start)
     while waiting or unfinished:
-        now = time.monotonic() - start
+        now = clock()
         if waiting and not unfinished and waiting[0][0] > now:
             time.sleep(waiting[0][0] - now)
             now = waiting[0][0]  # whatever rounding says
@@ -177,7 +203,7 @@ def serve(
             if request.is_finished and request.finish_reason != "length":
                 raise RuntimeError(f"request {request.request_id} ended early: {request.error or request.finish_reason}")
         unfinished -= {request for request in changed if request.is_finished}
-        yield time.monotonic() - start, changed
+        yield clock(), changed
 
 
 def _step_figures(requests: Sequence[Request]) -> dict[str, float]:

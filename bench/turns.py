@@ -43,6 +43,13 @@ class Turns:
             place: where in the measurement, such as "at 8 requests/s".
             work: returns no ``None``.
         """
+        try:
+            return self.part(variant, place, work)
+        finally:
+            self.end()
+
+    def part(self, variant: str, place: str, work: Callable[[], T]) -> T | None:
+        """Do a part of a turn, as `take` does all of it; `end` ends it."""
         self._bar.set_description(f"{variant} {place}")
         try:
             return None if variant in self._failed else work()
@@ -51,8 +58,10 @@ class Turns:
             self._problems.append(f"{variant} ended {place}: {error_line(error)}")
             self._recover(variant)
             return None
-        finally:
-            self._bar.update()
+
+    def end(self) -> None:
+        """Count a turn."""
+        self._bar.update()
 
 
 def error_line(error: Exception) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from titan.bench import engine_run
+from titan.bench import engine_run, side_by_side
 from titan.engine import Engine
 
 
@@ -15,7 +15,8 @@ class StepClock:
         self.time = 100.0
         step = engine.step
         monkeypatch.setattr(engine, "step", lambda: self.sleep(1.0) or step())
-        monkeypatch.setattr(engine_run, "time", self)
+        for module in (engine_run, side_by_side):
+            monkeypatch.setattr(module, "time", self)
 
     def monotonic(self) -> float:
         return self.time

@@ -23,10 +23,10 @@ from titan.bench.adaptive import (
     mean_samples,
     parse_arguments,
 )
-from titan.bench.engine_run import make_requests, run_first_steps
+from titan.bench.engine_run import first_steps, make_requests
 from titan.bench.hopeless_drafts import load_shuffled
-from titan.bench.runs import Run
 from titan.bench.samples import Sample
+from titan.bench.side_by_side import OwnTime, Steps
 from titan.bench.workloads import Workload
 from titan.draft.base import Review, ReviewReport
 from titan.draft.draft_model import DraftModelDrafter
@@ -60,7 +60,7 @@ def test_every_setting_gives_a_row(zoo: Zoo, tmp_path: Path) -> None:
             assert (nodes > 0) == (setting != "off") or setting == "adaptive"
             assert nodes <= {"off": 0, "fixed 1": 1, "fixed 3": 3, "adaptive": 6}[setting] and 1 <= tokens <= 1 + nodes
     turns = [(sample["labels"]["setting"], sample["round_id"]) for sample in result["samples"] if sample["labels"]["at once"] == 1]
-    assert turns == [*((each, 0) for each in settings), *((each, 1) for each in (*settings[1:], settings[0]))]
+    assert turns == [(each, round_id) for round_id in range(2) for each in settings]
     for at_once in (1, 3, "all"):
         assert sum("x best fixed" in rows[at_once, setting] for setting in settings) == 3
 
@@ -118,16 +118,16 @@ def test_a_shuffled_draft_is_read_as_fast_as_one_that_is_not(zoo: Zoo, name: str
 def test_first_steps_are_those_of_a_new_engine_each_time(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Engine] = []
 
-    def watched(engine: Engine, workload: Workload, num_steps: int) -> Run:
+    def watched(engine: Engine, workload: Workload, num_steps: int, own_time: OwnTime) -> Steps:
         assert engine not in seen and engine.counters.num_steps == 0
-        found = run_first_steps(engine, workload, num_steps)
+        found = yield from first_steps(engine, workload, num_steps, own_time)
         seen.append(engine)
         assert engine.counters.num_steps == num_steps == 5 and not engine.scheduler.has_unfinished
         is_off = engine.config.speculation.speculation == "off"
         assert [len(request.token_ids) == 5 for request in found.requests] == [True] * len(workload) or not is_off
         return found
 
-    monkeypatch.setattr(adaptive, "run_first_steps", watched)
+    monkeypatch.setattr(adaptive, "first_steps", watched)
     monkeypatch.setenv("TITAN_CPU_KERNELS", "torch")
     result = run(zoo, tmp_path, "--first-steps", "5", "--concurrency", "2", "--device", "cpu")
     assert result["provenance"]["versions"]["kernels"] == "PyTorch"

@@ -18,8 +18,9 @@ from zoo import Zoo, random_prompts
 
 from titan import LLM, SamplingParams
 from titan.bench import engine_run, step_times
-from titan.bench.engine_run import make_idle, make_requests, run_first_steps, run_static, run_workload, serve
+from titan.bench.engine_run import first_steps, make_idle, make_requests, run_static, run_workload, serve
 from titan.bench.runs import Run
+from titan.bench.side_by_side import run_alone
 from titan.bench.step_times import TimedSteps, product_and_kv_seconds
 from titan.bench.workloads import Workload
 from titan.core.step_times import StepTimes
@@ -146,7 +147,7 @@ def test_an_aborted_request_is_an_error_and_the_engine_can_be_made_idle(engine: 
     "measure",
     [
         lambda engine: run_workload(engine, WORKLOAD),
-        lambda engine: run_first_steps(engine, WORKLOAD, 3),
+        lambda engine: run_alone(lambda own_time: first_steps(engine, WORKLOAD, 3, own_time)),
         lambda engine: list(serve(engine, WORKLOAD, make_requests(engine, WORKLOAD), 3)),
     ],
     ids=["workload", "first steps", "steps"],
