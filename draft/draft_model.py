@@ -9,7 +9,7 @@ in place of tokens that were emitted without it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import isfinite
 from typing import TypeVar
 
@@ -103,39 +103,46 @@ class DraftModelDrafter:
         return len(self._reviewed(request, request.num_drafted_context, min(request.num_tokens - 1, self.max_len)))
 
     def review(self, requests: Sequence[Request]) -> ReviewReport:
-        num_left = self._most_fed
-        ranges = list[range]()  # per request, the positions whose next tokens are reviewed
-        fed = list[tuple[Request, int]]()
-        rows = list[QueryRow]()
-        for request in requests:
-            start = request.num_drafted_context
-            end = min(request.num_tokens - 1, self.max_len, start + num_left)
-            ranges.append(self._reviewed(request, start, end))
-            if end > start:
-                num_left -= end - start
-                known = self._known(request.token_ids[start:end])
-                before_last = range(ranges[-1].start - start, end - start - 1)
-                rows.append(QueryRow(request.block_ids, start, known, bool(ranges[-1]), before_last))
-                fed.append((request, end - start))
+        fed = self._fed_by_review(requests)
+        reviewed = [self._reviewed(each, of_request.start, of_request.stop) for each, of_request in zip(requests, fed, strict=True)]
+        rows = [
+            QueryRow(
+                request.block_ids,
+                positions.start,
+                self._known(request.token_ids[positions.start : positions.stop]),
+                bool(judged),
+                range(judged.start - positions.start, len(positions) - 1),
+            )
+            for request, positions, judged in zip(requests, fed, reviewed, strict=True)
+            if positions
+        ]
         if not rows:
             return ReviewReport([Review((), None) for _ in requests])
         batch = build_batch(rows, block_size=self._block_size)
         start_s = time.perf_counter()
         logits = self._run_first(lambda: self.runner.forward(batch), rows)
         seconds = time.perf_counter() - start_s
-        for request, num_tokens in fed:  # now that their KV is written
-            request.cover_draft(num_tokens)
-        temperatures = np.repeat([*map(score_temperature, requests)], [*map(len, ranges)])
-        proposed, logprobs = self._first_children(logits, temperatures)
-        reviews = list[Review]()
-        first = 0
-        for request, positions in zip(requests, ranges, strict=True):
-            found = zip(positions, proposed[first:], logprobs[first:], strict=False)
-            known_ones = [(request.token_ids[i + 1] == token, logprob) for i, token, logprob in found if isfinite(logprob)]
-            has_scores = self.policy.stops_early(request)
-            reviews.append(Review([each for each, _ in known_ones], [each for _, each in known_ones] if has_scores else None))
-            first += len(positions)
+        for request, positions in zip(requests, fed, strict=True):  # now that their KV is written
+            request.cover_draft(len(positions))
+        temperatures = np.repeat([*map(score_temperature, requests)], [*map(len, reviewed)])
+        children = zip(*self._first_children(logits, temperatures), strict=True)
+        reviews = [self._judge(*each, children) for each in zip(requests, reviewed, strict=True)]
         return ReviewReport(reviews, len(batch.token_ids), seconds if self.context.backend.is_host else 0.0)
+
+    def _fed_by_review(self, requests: Sequence[Request]) -> list[range]:
+        """Return the positions of each request that a review feeds: the first ones that the draft lacks, until a pass is full."""
+        num_left, fed = self._most_fed, list[range]()
+        for request in requests:
+            start = request.num_drafted_context
+            fed.append(range(start, min(request.num_tokens - 1, self.max_len, start + num_left)))
+            num_left -= len(fed[-1])
+        return fed
+
+    def _judge(self, request: Request, positions: range, children: Iterator[tuple[int, float]]) -> Review:
+        """Compare the tokens that follow these positions with the next children, of which those that are not finite say nothing."""
+        found = [(i, *child) for i, child in zip(positions, children, strict=False) if isfinite(child[1])]
+        labels = [request.token_ids[i + 1] == token_id for i, token_id, _ in found]
+        return Review(labels, [logprob for _, _, logprob in found] if self.policy.stops_early(request) else None)
 
     def _run_first(self, run: Callable[[], T], rows: Sequence[Feed | QueryRow]) -> T:
         """Run a first pass over these rows; if it lacks memory, the next one has half of the tokens, and twice as many after it."""

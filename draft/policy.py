@@ -125,7 +125,7 @@ class DraftPolicy:
 
     def lookahead(self, request: Request, budget: int) -> int:
         """Return how many slots after the root a request's tree needs to grow best; for a wide beam, more than its budget."""
-        if budget <= self._most_narrow or budget <= 1 or self.fixed_shape is not None or self.is_sampled(request):
+        if budget <= self._most_narrow or self.fixed_shape is not None or self.is_sampled(request):
             return budget
         return max(budget, self._wide_slots[budget])
 

@@ -35,7 +35,6 @@ class VocabularyMap:
     order: TokenOrder  # order of the draft's tokens
     target_ids: Tensor  # int64 [I + 1], ids of the shared tokens, on the device; the last one is -1, for empty places
     fed_ids: Ints  # int64 [target_size], the draft's token that is fed for each token of the target
-    target_size: int
     share: float  # share of the target's tokens that the draft can propose
 
     @classmethod
@@ -78,7 +77,7 @@ class VocabularyMap:
             fed[token_id] = _closest(meaning, draft_ids, filler)
         fed[[pairs[token_id] for token_id in shared]] = shared
         renamed = torch.tensor([*(pairs[token_id] for token_id in shared), -1], device=device)
-        return cls(TokenOrder(torch.from_numpy(order), len(shared)), renamed, places[fed], target_size, len(shared) / len(meanings))
+        return cls(TokenOrder(torch.from_numpy(order), len(shared)), renamed, places[fed], len(shared) / len(meanings))
 
     @property
     def num_shared(self) -> int:
@@ -94,7 +93,7 @@ class VocabularyMap:
         """Return trees with the target's ids, and with q over its vocabulary: 0 at tokens that the draft lacks."""
         probs = trees.draft_probs
         if probs is not None:
-            widened = probs.new_zeros(len(probs), self.target_size)
+            widened = probs.new_zeros(len(probs), len(self.fed_ids))
             probs = widened.index_copy_(1, self.target_ids[:-1], probs)
         return replace(trees, nodes=trees.nodes._replace(token_ids=self.target_ids[trees.nodes.token_ids]), draft_probs=probs)
 

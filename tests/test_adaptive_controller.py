@@ -644,10 +644,10 @@ def test_a_new_request_is_compared_for_once_and_not_for_the_rows_of_its_prompt(n
         assert not controller.rest(5, joined.num_rows, 0)
         assert controller.choose(joined).num_nodes == decision.num_nodes
     assert controller.optimum is optimum
-    other, _, _ = drafting_controller()
+    other, same, _ = drafting_controller()
     other.observe(outcome)
     other.rest(5, joined.num_rows, 1)
-    other.choose(joined)
+    other.choose(joined._replace(candidates=[*same.candidates, new]))
     assert other.optimum == controller.optimum and other.optimum.num_nodes == decision.num_nodes
     assert other._standing.num_left == controller._standing.num_left + 3, "it stands as long"
 
@@ -705,7 +705,7 @@ def test_requests_that_have_left_tell_by_how_much_requests_differ() -> None:
     """Of the same mean, those that differed let a new request's own drafts count for more."""
     found = list[float]()
     for shown in ((0.5, 0.5), (0.05, 0.95)):
-        past, gone = PastRequests(), [replace(counts(p, 10.0), num_ever=10) for p in shown * 4]
+        past, gone = PastRequests(), [counts(p, 10.0) for p in shown * 4]
         past.follow(gone, 1.0)
         past.follow([], 1.0)
         found.append(estimate(AcceptanceCounts(), past, [counts(0.9, 4.0)]).means[0])

@@ -20,7 +20,7 @@ NO_TOKENS = np.zeros(0, np.int64)
 
 def looks_at_prefix(request: Request) -> bool:
     """Whether the options of a request look at drafted prefixes in this step."""
-    return request.has_transforms or (request.params.min_tokens > 0 and _holds_stops_back(request))
+    return request.has_transforms or _holds_stops_back(request)
 
 
 def transform_rows(

@@ -42,7 +42,9 @@ class CompiledOps(TorchOps):
         self._rotate = kernels.function("rope_and_write_kv", dtype, POINTER, INT, *[POINTER] * 3, INT, FLOAT)
 
     def pack(self, weight: Tensor, bits: int | None = None) -> Tensor:
-        if bits is not None and not is_packed(weight):
+        if is_packed(weight):
+            return weight
+        if bits is not None:
             round_to_8_bits(weight)
         return pack_weight(weight, self._kernels)
 

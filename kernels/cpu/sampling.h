@@ -178,43 +178,79 @@ struct VerifiedTrees {
   int64_t* final_tokens; // [trees], -1 where none can be sampled
 };
 
-// Verify a tree, given the values at its root and nodes: descend, as long as there is one, to the first child that is accepted. A tree
-// that was sampled is verified by recursive rejection, others by sample-and-match, see `titan/kernels/torch/trees.py`.
+// A tree of these, and the path down to where its verification is.
+struct Descent {
+  const int64_t* token_ids; // of its nodes
+  const int32_t* parents;
+  const int32_t* draft_rows; // of the nodes; that of the root comes before them
+  const Options& options;
+  int32_t* path;
+  int64_t num_nodes, depth = 0, reached = -1; // the node where the path ends, or the root, -1
+
+  Descent(const VerifiedTrees& trees, int64_t i)
+      : options(trees.options[i]), path(trees.paths + i * trees.max_depth) {
+    const int64_t row = trees.rows[i], first = trees.start_loc[row];
+    token_ids = trees.token_ids + first, parents = trees.parents + first, draft_rows = trees.draft_rows + first + row + 1;
+    num_nodes = trees.start_loc[row + 1] - first;
+    std::fill_n(path, trees.max_depth, -1);
+  }
+
+  void enter(int64_t node) { reached = node, path[depth++] = static_cast<int32_t>(node); }
+  bool is_leaf() const { return std::find(parents + reached + 1, parents + num_nodes, reached) == parents + num_nodes; }
+  double uniform(int64_t stream) const { return uniform_number(options.seed, options.position + depth, stream); }
+
+  // The token drawn from probabilities where the path ends; -1 if none has any.
+  int64_t draw(const float* probs, int64_t stream, int64_t size) const {
+    const int64_t token = draw_row(probs, uniform(stream), size);
+    return probs[token] > 0 ? token : -1;
+  }
+
+  // p where the path ends, given the tree's values: as they are, or made of logits in the room.
+  template <typename T>
+  const float* probs(const T* values, bool holds_probs, float* room, int64_t size) const {
+    const T* here = values + (1 + reached) * size;
+    if (holds_probs) return reinterpret_cast<const float*>(here);
+    softmax_row(here, options.temperature, room, size);
+    return room;
+  }
+};
+
+// Verify a tree by sample-and-match, see `titan/kernels/torch/trees.py`, given the values at its root and nodes: descend, as long as
+// there is one, to the child that is the target's token. Return that token at the end of the path.
 template <typename T>
-void verify_tree(const VerifiedTrees& trees, int64_t i, const T* values, int64_t size) {
-  const int64_t row = trees.rows[i], first = trees.start_loc[row], num_nodes = trees.start_loc[row + 1] - first;
-  const int64_t* token_ids = trees.token_ids + first;
-  const int32_t* parents = trees.parents + first;
-  const Options& options = trees.options[i];
-  const bool is_sampled = trees.is_sampled[row], is_greedy = !is_sampled && !trees.holds_probs && options.temperature == 0;
-  const std::unique_ptr<float[]> room(is_greedy ? nullptr : new float[(is_sampled ? 3 : 1) * size]);
-  float *rest = is_sampled ? room.get() + size : nullptr, *untried = is_sampled ? rest + size : nullptr;
+int64_t match_tree(const VerifiedTrees& trees, int64_t i, const T* values, int64_t size) {
+  Descent descent(trees, i);
+  const bool is_greedy = !trees.holds_probs && descent.options.temperature == 0;
+  const std::unique_ptr<float[]> room(is_greedy || trees.holds_probs ? nullptr : new float[size]);
+  const auto target_token = [&] {
+    if (is_greedy) return argmax_row(values + (1 + descent.reached) * size, size);
+    return descent.draw(descent.probs(values, trees.holds_probs, room.get(), size), kSample, size);
+  };
+  int64_t wanted = target_token();
+  for (int64_t node = 0; node < descent.num_nodes; ++node) {
+    if (descent.parents[node] != descent.reached || descent.token_ids[node] != wanted) continue;
+    descent.enter(node);
+    wanted = target_token();
+  }
+  return wanted;
+}
+
+// Verify a sampled tree by recursive rejection, likewise: descend to the first child that is accepted. Return a token from the
+// residual; from p at a leaf, or if rounding leaves nothing of the residual.
+template <typename T>
+int64_t reject_tree(const VerifiedTrees& trees, int64_t i, const T* values, int64_t size) {
+  Descent descent(trees, i);
+  const std::unique_ptr<float[]> room(new float[3 * size]);
+  float *rest = room.get() + size, *untried = rest + size;
   const float *probs, *draft_probs; // p where the path ends, and q that its children were sampled from, null at a leaf
   double scale;                     // s of the children tried so far
-  int64_t reached, depth = 0, rank, wanted, rejected; // the last one that was tried
-
-  const auto uniform = [&](int64_t stream) { return uniform_number(options.seed, options.position + depth, stream); };
-  const auto q_after = [&](int64_t node) { return trees.draft_probs + trees.draft_rows[first + row + 1 + node] * size; };
-  const auto draw = [&](const float* from, int64_t stream) {
-    const int64_t token = draw_row(from, uniform(stream), size);
-    return from[token] > 0 ? token : -1;
-  };
-  const auto enter = [&](int64_t node) { // or the root, -1
-    const T* here = values + (1 + node) * size;
-    reached = node, rank = 0, scale = 0, draft_probs = nullptr;
-    if (is_greedy) {
-      wanted = argmax_row(here, size);
-      return;
-    }
-    probs = trees.holds_probs ? reinterpret_cast<const float*>(here) : room.get();
-    if (!trees.holds_probs) softmax_row(here, options.temperature, room.get(), size);
-    if (!is_sampled)
-      wanted = draw(probs, kSample);
-    else if (std::find(parents + node + 1, parents + num_nodes, node) < parents + num_nodes)
-      draft_probs = q_after(node);
+  int64_t rank, rejected = -1;      // how many these are, and the last of them
+  const auto arrive = [&] {
+    probs = descent.probs(values, trees.holds_probs, room.get(), size);
+    draft_probs = descent.is_leaf() ? nullptr : trees.draft_probs + descent.draft_rows[descent.reached] * size;
+    scale = 0, rank = 0;
   };
   const auto accepts = [&](int64_t token) {
-    if (!is_sampled) return token == wanted;
     if (token < 0 || token >= size) return false; // whoever proposed it
     const double p = probs[token], q = draft_probs[token];
     double mass = 1, left = 1; // of r and q_k before they are normalised
@@ -224,26 +260,21 @@ void verify_tree(const VerifiedTrees& trees, int64_t i, const T* values, int64_t
       left = sum_terms(size, [=](int64_t i) { return untried[i]; });
       mass = residual_row(probs, draft_probs, scale, rest, size);
     }
-    const double coin = uniform(kAccept | rank << 8);
+    const double coin = descent.uniform(kAccept | rank << 8);
     if (coin * mass * q < std::max(p - scale * q, 0.0) * left) return true;
     if (left > 0) scale += mass / left; // else nothing of q is left to subtract
     rejected = token, rank += 1;
     return false;
   };
-
-  int32_t* path = trees.paths + i * trees.max_depth;
-  std::fill_n(path, trees.max_depth, -1);
-  enter(-1);
-  for (int64_t node = 0; node < num_nodes; ++node) {
-    if (parents[node] != reached || !accepts(token_ids[node])) continue;
-    path[depth++] = static_cast<int32_t>(node);
-    enter(node);
+  arrive();
+  for (int64_t node = 0; node < descent.num_nodes; ++node) {
+    if (descent.parents[node] != descent.reached || !accepts(descent.token_ids[node])) continue;
+    descent.enter(node);
+    arrive();
   }
-  if (is_sampled) { // from the residual; from p at a leaf, or if rounding leaves nothing of the residual
-    const bool is_rest = draft_probs && residual_row(probs, draft_probs, scale, rest, size) > 0;
-    wanted = draw(is_rest ? rest : probs, draft_probs ? kResidual : kSample);
-  }
-  trees.final_tokens[i] = wanted;
+  if (!draft_probs) return descent.draw(probs, kSample, size);
+  const bool is_rest = residual_row(probs, draft_probs, scale, rest, size) > 0;
+  return descent.draw(is_rest ? rest : probs, kResidual, size);
 }
 
 template <typename T>
@@ -252,7 +283,10 @@ void verify_trees(Team* team, const T* values, int64_t size, const VerifiedTrees
   for (int64_t i = 0; i < trees.num_trees; ++i)
     root_rows[i + 1] = root_rows[i] + 1 + trees.start_loc[trees.rows[i] + 1] - trees.start_loc[trees.rows[i]];
   share(team, trees.num_trees, root_rows[trees.num_trees] / std::max<int64_t>(trees.num_trees, 1) * size,
-        [&](int64_t i) { verify_tree(trees, i, values + root_rows[i] * size, size); });
+        [&](int64_t i) {
+          const auto verify = trees.is_sampled[trees.rows[i]] ? reject_tree<T> : match_tree<T>;
+          trees.final_tokens[i] = verify(trees, i, values + root_rows[i] * size, size);
+        });
 }
 
 // Sample children from each row i of the probabilities, and write them to row places[i] of a table.

@@ -56,9 +56,7 @@ NUMBERS = {torch.uint32: torch.float32, torch.uint16: torch.float16, torch.int32
 
 
 def pack_weight(weight: Tensor, kernels: CompiledKernels) -> Tensor:
-    """Pack a weight [out_features, in_features] of float32 or bfloat16; return one that is packed as it is."""
-    if is_packed(weight):
-        return weight
+    """Pack a weight [out_features, in_features] of float32 or bfloat16."""
     with kernels.weight_memory.lock:
         return _pack(weight, kernels)
 

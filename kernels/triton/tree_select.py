@@ -19,8 +19,6 @@ CANDIDATES = (64, 512, 4096)
 compiled at its first launch, and the number of candidates changes while trees are drafted: small trees take the first, larger
 ones the second."""
 
-MAX_CANDIDATES = CANDIDATES[-1]
-
 
 @triton.jit(do_not_specialize=["num_candidates"])
 def _select_kernel(
@@ -109,8 +107,8 @@ def select_trees(found: Candidates, first_nodes: Tensor, num_nodes: Tensor, node
         ValueError: too many candidates.
     """
     num_requests, num_candidates = found.token_ids.shape
-    if num_candidates > MAX_CANDIDATES:
-        raise ValueError(f"a tree is to be selected from {num_candidates} candidates: at most {MAX_CANDIDATES} are allowed")
+    if num_candidates > CANDIDATES[-1]:
+        raise ValueError(f"a tree is to be selected from {num_candidates} candidates: at most {CANDIDATES[-1]} are allowed")
     _select_kernel[(num_requests,)](
         *nodes,
         found.token_ids,

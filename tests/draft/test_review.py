@@ -158,7 +158,7 @@ def test_a_review_counts_like_drafts_of_a_node_each(zoo: Zoo, has_scores: bool, 
     fields = AcceptanceCounts.__slots__  # type: ignore[attr-defined]
     for one, other in ((reviewed.draft_history.acceptance, drafted.draft_history.acceptance), (of_reviewed, of_drafted)):
         assert [getattr(one, name) for name in fields] == pytest.approx([getattr(other, name) for name in fields], rel=1e-5)
-    assert (of_reviewed.num_ever > 0) == (not options)
+    assert (of_reviewed.num_drafts > 0) == (not options)
     assert (reviewed.draft_history.temperature is None) == (not has_scores)
     if has_scores:  # more were expected than were right, by as many as it takes for so much higher a temperature
         surplus = float(np.exp(scores).sum()) - sum(labels)

@@ -18,7 +18,7 @@ from zoo import Zoo, random_prompts
 
 from titan import LLM, CompletionOutput, Logprob, SamplingParams
 from titan.core.request import Request
-from titan.core.terms import as_terms
+from titan.core.terms import RequestTerms
 from titan.frontend import FrontEnd
 from titan.verify.logprobs import emitted_logprobs
 
@@ -86,12 +86,12 @@ def test_prompts_have_the_models_own_logprobs(zoo: Zoo, back_end: str, is_cachin
         pool["prefill_chunk_size"] = 16
     options = pool | {"enable_prefix_caching": is_caching, "backend": make_back_end(back_end)}
     frontend = FrontEnd(make_engine(zoo.path("llama"), zoo.path("llama~"), **options))
-    frontend.generate([shared], [greedy(2)], False, as_terms(1))
+    frontend.generate([shared], [greedy(2)], False, [RequestTerms()])
     params = [
         greedy(max_tokens, ignore_eos=True, prompt_logprobs=count, logprobs=count, n=1 + i % 2, repetition_penalty=1.3)
         for i, count in enumerate(counts)
     ]
-    terms = as_terms(len(prompts))
+    terms = [RequestTerms()] * len(prompts)
     outputs = frontend.generate(prompts, params, False, terms)
     plain = [replace(each, prompt_logprobs=None, use_speculative=False) for each in params]
     others = frontend.generate(prompts, plain, False, terms)

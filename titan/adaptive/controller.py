@@ -180,27 +180,25 @@ class Controller:
             self._compare(load)
         if self.optimum.drafts and (not has_room or self._is_plain_due()):  # none of the steps for which it stands
             return _nothing(load)
-        num_nodes = [min(count, each.max_nodes) for count, each in zip(self.optimum.num_nodes, load.candidates, strict=True)]
-        probed = self._probes.choose(load, self.costs, num_nodes, self._estimates.means, self._hoped)
-        self._delay(load, num_nodes)
-        worths = [
-            worth if count and each.stops_early else None
-            for worth, count, each in zip(self._worths, num_nodes, load.candidates, strict=True)
-        ]
-        drafted = [i for i in probed if load.candidates[i].num_reviewable is None]
-        if drafted and not has_room:
+        best_nodes = [min(count, each.max_nodes) for count, each in zip(self.optimum.num_nodes, load.candidates, strict=True)]
+        probed = self._probes.choose(load, self.costs, best_nodes, self._estimates.means, self._hoped)
+        reviewed = [i for i in probed if load.candidates[i].num_reviewable is not None]
+        if len(reviewed) < len(probed) and not has_room:
             return _nothing(load)
         self._standing.pass_steps(1)
-        is_probe = bool(probed) and not any(num_nodes)
-        for i in drafted:
-            num_nodes[i] = 1
+        planned = self._delay(load, best_nodes)
+        worths = [
+            worth if count and each.stops_early else None
+            for worth, count, each in zip(self._worths, planned, load.candidates, strict=True)
+        ]
+        num_nodes = [1 if i in probed and i not in reviewed else count for i, count in enumerate(planned)]
         most_nodes = [  # of a probe, which has no worth: its node
             count if worth is None else min(each.max_nodes, count + self.optimum.slack)
             for count, worth, each in zip(num_nodes, worths, load.candidates, strict=True)
         ]
-        is_fed = [each.is_fed for count, each in zip(num_nodes, load.candidates, strict=True) if count]
+        is_probe = bool(probed) and not any(planned)
+        is_fed = [each.is_fed for count, each in zip(planned, load.candidates, strict=True) if count]
         is_steady = bool(is_fed) and not probed and all(is_fed)
-        reviewed = [i for i in probed if load.candidates[i].num_reviewable is not None]
         return Decision(num_nodes, most_nodes, worths, probed, reviewed, is_probe, is_steady)
 
     def _is_plain_due(self) -> bool:
@@ -210,18 +208,23 @@ class Controller:
             self._num_since_plain = -NUM_PLAIN
         return self._num_since_plain < 0
 
-    def _delay(self, load: Load, num_nodes: list[int]) -> None:
-        """Let requests wait, those that owe most, and never all, while feeding the draft would take longer than it may."""
+    def _delay(self, load: Load, num_nodes: list[int]) -> list[int]:
+        """Let requests wait, those that owe most, and never all, while feeding the draft would take longer than it may.
+
+        Returns:
+            The nodes of each candidate: none of those that wait.
+        """
         owing = [i for i, count in enumerate(num_nodes) if count and not load.candidates[i].is_fed]
         if self.costs.draft is None or not owing:
-            return
+            return num_nodes
         most = MAX_FEED * min(self._num_drafts() / FEED_DRAFTS, 1.0) * self.costs.plain_seconds(load)
         first, *others = sorted(owing, key=lambda i: load.candidates[i].num_missing)
-        num_rows = load.candidates[first].num_missing
+        num_rows, waiting = load.candidates[first].num_missing, set[int]()
         for i in others:
             num_rows += load.candidates[i].num_missing
             if self.costs.draft.predict(num_rows, load.num_context_tokens) > most:
-                num_nodes[i] = 0
+                waiting.add(i)
+        return [0 if i in waiting else count for i, count in enumerate(num_nodes)]
 
     def _compare(self, load: Load) -> None:
         """Find the best setting, and that which might be the best."""
@@ -230,8 +233,7 @@ class Controller:
         self._compared = [each.counts for each in load.candidates]
         estimates = self._estimates = estimate(self.fleet, self.past, self._compared)
         prices = self._prices = Prices(load, self.costs)
-        has_prompts = load.num_lasting != len(load.candidates)
-        plain_seconds = self.costs.plain_seconds(load._replace(num_rows=load.num_lasting)) if has_prompts else prices.plain_seconds
+        plain_seconds = self.costs.plain_seconds(load._replace(num_rows=load.num_lasting))
         self._probes.forget()
         least = 1 - MARGIN if self.optimum.drafts else 1 + MARGIN
         self.optimum = best(estimates.means, prices, self.drafting_yield.factor, least)

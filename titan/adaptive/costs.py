@@ -42,8 +42,7 @@ class Costs:
 
     def decode_seconds(self, load: Load) -> float:
         """Return the seconds of a step without drafts and prompts."""
-        n = len(load.candidates)
-        return self.host.predict(n) + self.target.predict(n, load.num_context_tokens, is_warm=True)
+        return self.plain_seconds(load._replace(num_rows=len(load.candidates)))
 
     def draft_line(self, load: Load) -> tuple[float, float]:
         """Return the seconds of a pass of the draft, whatever its rows, and of each row, near a row for each candidate."""

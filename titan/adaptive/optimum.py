@@ -70,7 +70,7 @@ class Prices:
             for each in load.candidates
         ]
         self.host = [0.0, *[costs.host.predict(n, 1 << octave) for octave in range(n.bit_length())]]  # by octaves of drafting ones
-        self._prefill = 0.0 if load.num_lasting == n else self._pass(0) - costs.target.predict(n, load.num_context_tokens)
+        self._prefill = self._pass(0) - costs.target.predict(n, load.num_context_tokens)
 
     def target(self, num_nodes: float) -> float:
         """Return the seconds of the target's pass with these nodes, prefill left out."""

@@ -97,7 +97,7 @@ class AdaptiveSpeculation:
             history.start_at(exp(self._log_temperature))
         return Candidate(
             counts=history.acceptance,
-            max_nodes=self._most_nodes(request),
+            max_nodes=request.most_drafts(min(self.max_nodes, self.drafting.max_len - request.num_tokens)),
             num_missing=request.num_tokens - request.num_drafted_context if self.drafting.is_fed else 1,
             num_remaining=request.num_remaining_tokens,
             stops_early=self.drafting.stops_early(request),
@@ -105,10 +105,6 @@ class AdaptiveSpeculation:
             is_typical=not request.has_transforms,
             num_reviewable=self.drafting.num_reviewable(request),
         )
-
-    def _most_nodes(self, request: Request) -> int:
-        """Return how many nodes a request may draft."""
-        return request.most_drafts(min(self.max_nodes, self.drafting.max_len - request.num_tokens))
 
     def observe(self, plan: StepPlan, acceptance: Acceptance, report: ReviewReport, times: StepTimes) -> None:
         """Learn from a step.

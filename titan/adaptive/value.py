@@ -59,7 +59,7 @@ class PastRequests:
         """
         staying = set(map(id, present))
         for counts in self._present:
-            if id(counts) not in staying and counts.num_ever:
+            if id(counts) not in staying and counts.num_drafts:
                 self.last.append((counts.num_drafts, own_acceptance(counts, agreement)))
         self._present = present
 

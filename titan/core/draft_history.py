@@ -56,7 +56,6 @@ class AcceptanceCounts:
     num_expected: float = 0.0  # sum of the draft's probabilities of these children
     confidence: float = 1.0  # mean probability of the first child of a root, verified or not
     num_drafts: float = 0.0  # number of drafts in that mean; older ones count less
-    num_ever: int = 0  # all drafts, old or new
 
     @property
     def agreement(self) -> float:
@@ -66,7 +65,6 @@ class AcceptanceCounts:
     def note_draft(self, probability: float) -> None:
         """Add a draft: the probability of the first child of its root."""
         self.num_drafts = CONFIDENCE_MEMORY * self.num_drafts + 1
-        self.num_ever += 1
         self.confidence += (probability - self.confidence) / self.num_drafts
 
     def note(self, probability: float, is_accepted: bool) -> None:

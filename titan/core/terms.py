@@ -62,9 +62,7 @@ class TermOptions(TypedDict, total=False):
     cache_salt: str | Sequence[str | None] | None
 
 
-def as_terms(
-    num_prompts: int, method: Callable[..., object] | None = None, /, **options: Unpack[TermOptions]
-) -> list[RequestTerms]:
+def as_terms(num_prompts: int, method: Callable[..., object], /, **options: Unpack[TermOptions]) -> list[RequestTerms]:
     """Return the terms of each prompt of a call.
 
     Args:
@@ -78,8 +76,7 @@ def as_terms(
     """
     names = tuple(RequestTerms.__dataclass_fields__)
     if unknown := [name for name in options if name not in names]:
-        arguments = () if method is None else signature(method).parameters.values()
-        others = [each.name for each in arguments if each.kind is not Parameter.VAR_KEYWORD]
+        others = [each.name for each in signature(method).parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
         raise TypeError(unknown_names(unknown, (*others, *names)))
     values: dict[str, Any] = {name: as_list(value) for name, value in options.items()}
     each = {name: value for name, value in values.items() if isinstance(value, Sequence) and not isinstance(value, str | bytes)}

@@ -61,7 +61,6 @@ class Decoder(nn.Module):
         config, layer_weights = self.config, []
         assert weight_bits is None or (pack and self.ops.packs_8_bits)
         self.weight_bits = weight_bits
-        packs = pack and (self.ops.packs or weight_bits is not None)
         # Tables are computed in float32 and rounded once, as transformers rounds its cosines and sines (it keeps OLMo's).
         tables = {
             rope: rope_table(rope, config.head_dim, config.max_position_embeddings).to(self.device, self.dtype)
@@ -69,10 +68,10 @@ class Decoder(nn.Module):
         }
         for parameters, rope in zip(self.layers, config.ropes, strict=True):
             assert isinstance(parameters, nn.ParameterDict)
-            for name in parameters if packs else ():
+            for name in parameters if pack else ():
                 self._pack_parameter(parameters, name)
             layer_weights.append(LayerWeights(**parameters, rope_table=tables[rope]))
-        for name in ("embedding", "lm_head") if packs else ():
+        for name in ("embedding", "lm_head") if pack else ():
             self._pack_parameter(self, name)
         self.layer_weights = tuple(layer_weights)
         self._next_norms = (*(weights.input_norm for weights in layer_weights[1:]), self.final_norm)

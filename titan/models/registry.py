@@ -50,8 +50,8 @@ class Family(NamedTuple):
 
 
 def _llama(config: PretrainedConfig) -> Family:
-    biases = {"attention_bias": config.attention_bias, "output_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
-    return Family((None,) * config.num_hidden_layers, frozenset(name for name, is_there in biases.items() if is_there))
+    traits = _biases(config.attention_bias) | ({"mlp_bias"} if config.mlp_bias else set())
+    return Family((None,) * config.num_hidden_layers, frozenset(traits))
 
 
 def _mistral(config: PretrainedConfig) -> Family:

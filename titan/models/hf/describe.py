@@ -77,7 +77,7 @@ def describe(source: Any, eos_token_ids: tuple[int, ...] | None = None, *, trust
                 for each in layers:
                     check_heads(each.num_heads, each.num_kv_heads)
             else:
-                layers, traits = _probe_cache(model, text_config), {"transformers", "own_attention"}
+                layers, traits = _probe_cache(decoder, text_config), {"transformers", "own_attention"}
         with _naming(f"the head of {type(model).__name__} does not run apart from its decoder"):
             Head(model, decoder, hidden[-1].device)(hidden[-1])
     return TransformersConfig(
@@ -119,9 +119,8 @@ def _probe_modules(model: Any, text_config: Any) -> list[ProbedModule]:
     return probe.read_modules(model, calls[probe.PROBE], text_config)
 
 
-def _probe_cache(model: Any, text_config: Any) -> tuple[LayerSpec, ...]:
+def _probe_cache(decoder: Any, text_config: Any) -> tuple[LayerSpec, ...]:
     """Return what a model with attention of its own writes to its cache."""
-    decoder = find_decoder(model)
     for name in ("sliding_window", "window_size"):
         if (size := getattr(text_config, name, None)) is not None:
             raise ValueError(f"{name}={size} is not supported in {type(decoder).__name__}, which counts slots, not positions")

@@ -5,13 +5,13 @@ Slow for many requests, but right for whatever updates a cache and takes masks o
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from titan.core.arrays import Ints
+from titan.core.arrays import Flags, Ints
 from titan.core.attention import AttentionSpec, LayerSpec, visible_slots
 from titan.core.batch import AttentionLayout, QueryRow, build_batch, physical_slots
 from titan.core.kv_tensor import KVTensor, kv_planes
@@ -39,15 +39,8 @@ class GatheredAttention:
         return hidden.masked_fill((mask & ~cache.are_finite).any(1, keepdim=True), torch.nan)
 
 
-class Gathered(NamedTuple):
-    """The slots of all requests of a batch, one after another, and what each query token sees of them."""
-
-    slots: Ints  # int64 [N], of the cache
-    mask: Any  # bool [T, N]
-
-
-def gather(layout: AttentionLayout) -> Gathered:
-    """Return the slots that the requests of a batch have, and the mask over them."""
+def gather(layout: AttentionLayout) -> tuple[Ints, Flags]:
+    """Return the slots of all requests, one after another: int64 [N]; and which of them tokens see: bool [T, N]."""
     seq_lens, starts = layout.seq_lens, layout.query_start_loc
     owners = np.repeat(np.arange(len(seq_lens)), seq_lens)
     firsts = np.cumsum(seq_lens) - seq_lens
@@ -55,7 +48,7 @@ def gather(layout: AttentionLayout) -> Gathered:
     mask = np.zeros((len(layout.positions), len(owners)), np.bool_)
     for i, (first, length) in enumerate(zip(firsts.tolist(), seq_lens.tolist(), strict=True)):
         mask[starts[i] : starts[i + 1], first : first + length] = visible_slots(layout, i, None)
-    return Gathered(physical_slots(layout.block_table, owners, places, layout.block_size), mask)
+    return physical_slots(layout.block_table, owners, places, layout.block_size), mask
 
 
 class PagedCache:
