@@ -326,7 +326,7 @@ def nan_in_new_memory() -> Iterator[None]:
         ("equal", 8, {}),
         ("certain", 20, {}),
         ("siblings", 14, {}),
-        ("sure", 15, {}),
+        ("sure", 25, {}),
         ("near", 4, {"option": CUT}),
         ("near", 6, {"vocab_size": 2 * 4096 + 900}),
         pytest.param("certain", 64, {"vocab_size": 128_256}, marks=ON_CUDA),
@@ -342,7 +342,7 @@ def test_sampled_trees_are_verified_as_by_residual_vectors(
         assert q is not None
         wrong = case.by(backend, draft_probs=(q + 1) / (1 + q.shape[1]))
         assert wrong != case.expected()
-    if number >= 16:
+    if number >= 16 and kind != "sure":  # whose trees are one level
         assert len({len(each.path) for each in found}) >= 3, "all paths are the same: nothing is tested"
 
 
