@@ -7,11 +7,11 @@
     titan bench adaptive --first-steps 100                                   new engines, without a warm-up: none against adaptive
 
 Each setting has an engine of its own, with the options of its name and defaults else. They share the weights, and run the same
-requests side by side: one goes on for half a second, then each other until it has emitted as many tokens. Requests change from
-round to round. On a CPU, each run has its KV cache in another place of the memory, which makes a difference of some 3 % between
-engines that are the same. All requests of a run arrive together. Temperature 0, and the end of sequence is ignored. Tokens per
-second count the wall time of a run, prefill included. Ratios are medians over the rounds of the ratio within a round, with 95 %
-intervals from six rounds on. Nothing else should run on the machine.
+requests side by side: one goes on for a fifth of a second, then each other until it is as far: at as many tokens, or first steps.
+Requests change from round to round. On a CPU, each run has its KV cache in another place of the memory, which makes a difference of
+some 3 % between engines that are the same. All requests of a run arrive together. Temperature 0, and the end of sequence is
+ignored. Tokens per second count the wall time of a run, prefill included. Ratios are medians over the rounds of the ratio within a
+round, with 95 % intervals from six rounds on. Nothing else should run on the machine.
 Ctrl-C ends the measurement and reports what there is.
 """
 

@@ -46,22 +46,15 @@ def make_requests(engine: Engine, workload: Workload, **options: Any) -> list[Re
     return requests
 
 
-def run_workload(
-    engine: Engine,
-    workload: Workload,
-    concurrency: int | None = None,
-    *,
-    use_speculative: bool = True,
-    temperature: float = 0.0,
-    is_static: bool = False,
-) -> Run:
-    """Step an idle engine until a workload is done: `workload_steps`, without giving way.
+def run_workload(engine: Engine, workload: Workload, concurrency: int | None = None, **options: Any) -> Run:
+    """Step an idle engine until a workload is done: `workload_steps`, without giving way; also says how busy the device is.
 
     Raises:
         RuntimeError, RuntimeWarning: as `serve`.
     """
-    options: dict[str, Any] = {"use_speculative": use_speculative, "temperature": temperature, "is_static": is_static}
-    return run_alone(lambda own_time: workload_steps(engine, workload, own_time, concurrency, **options))
+    run = run_alone(lambda own_time: workload_steps(engine, workload, own_time, concurrency, **options))
+    gpu_use = engine.backend.utilization()  # of the last moments, which side by side are of others
+    return run if gpu_use is None else replace(run, figures={**run.figures, "GPU": gpu_use})
 
 
 def workload_steps(
@@ -102,7 +95,6 @@ def workload_steps(
                 changes[request].append(seconds)
             yield engine.counters.num_emitted_tokens - num_before
     cpu_seconds = own_time.cpu_seconds()
-    gpu_use = engine.backend.utilization()  # of the last moments; asking takes a millisecond, which is in no step
     runs = [
         RequestRun(request.output_token_ids, changes[request][-1], changes[request][0], arrival)
         for arrival, request in zip(workload.arrivals, requests, strict=True)
@@ -116,8 +108,6 @@ def workload_steps(
         "KV peak": max(times.kv_use),
         **times.figures,
     }
-    if gpu_use is not None:
-        figures["GPU"] = gpu_use
     return Run(runs, seconds - workload.arrivals[0], figures)
 
 

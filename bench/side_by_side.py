@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Mapping
 from functools import partial
-from itertools import count
 from math import inf
 from typing import Self
 
@@ -16,8 +15,8 @@ from titan.bench.runs import Run
 from titan.bench.samples import rotated
 from titan.bench.turns import Turns
 
-SLICE_S = 0.5
-"""Seconds for which the first of each cycle goes on: hundreds of steps of a small model, a few of large batches."""
+SLICE_S = 0.2
+"""Seconds for which the first of each cycle goes on: a hundred steps of a small model, one or two of large batches."""
 
 Steps = Generator[int, None, Run]
 """A run that can give way after each step, when it yields how far it is."""
@@ -47,14 +46,10 @@ class OwnTime:
 
 def run_alone(start: Callable[[OwnTime], Steps]) -> Run:
     """Run to the end without giving way."""
-    with OwnTime() as own_time:
-        steps = start(own_time)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                run: Run = end.value
-                return run
+    alone = _Slices(start)
+    alone.go_on(inf, inf)
+    assert alone.run is not None
+    return alone.run
 
 
 def run_side_by_side(turns: Turns, place: str, starts: Mapping[str, Callable[[OwnTime], Steps]], first: int = 0) -> dict[str, Run]:
@@ -69,22 +64,19 @@ def run_side_by_side(turns: Turns, place: str, starts: Mapping[str, Callable[[Ow
     Returns:
         The runs of those that did not fail, in the order of ``starts``.
     """
-    slices, runs = {variant: _Slices(start) for variant, start in starts.items()}, dict[str, Run]()
-    for cycle in count(first):
+    slices = {variant: _Slices(start) for variant, start in starts.items()}
+    left, cycle = [*slices], first
+    while left:
         seconds, goal = SLICE_S, inf
-        for variant in rotated(slices, cycle):
+        for variant in rotated(left, cycle):
             reached = turns.part(variant, place, partial(slices[variant].go_on, seconds, goal))
             if reached is not None and goal == inf:
                 seconds, goal = inf, reached
-            run = slices[variant].run
-            if run is not None:
-                runs[variant] = run
-            if run is not None or reached is None:
-                del slices[variant]
+            if reached is None or slices[variant].run is not None:
+                left.remove(variant)
                 turns.end()
-        if not slices:
-            break
-    return {variant: runs[variant] for variant in starts if variant in runs}
+        cycle += 1
+    return {variant: each.run for variant, each in slices.items() if each.run is not None}
 
 
 class _Slices:

@@ -19,7 +19,7 @@ LONG = (
     *(
         "test_chains_are_those_that_pytorch_grows",
         "test_an_engine_grows_its_chains_in_graphs",
-        "test_sampled_chains_are_those_that_pytorch_grows[other",
+        "test_sampled_chains_are_those_that_pytorch_grows[narrow",
         *(f"siblings_along_sampled_chains_are_those_that_pytorch_grows[{each}" for each in ("narrow", "eight-5")),
     ),
     *("growth_ends_early_where_the_host_can_look[triton]", "own_logprobs[triton"),
@@ -30,7 +30,19 @@ LONG = (
     *("triton-beside one that ends before", "triton-in the middle", "triton-latents-dtype1"),
     *("parents-looking back", "prefix_hits_and_preemption[llama-parents", "[qwen3-chain-greedy-False]"),
     *(f"while_an_engine_serves[llama-options{i}-chunked_tokens1]" for i in (1, 2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 14)),
-    *(f"while_an_engine_serves[llama-options{i}-chunked_tokens0]" for i in (2, 5, 7)),
+    *(f"while_an_engine_serves[llama-options{i}-chunked_tokens0]" for i in (2, 5, 7, 12)),
+    *("what_was_recorded_before[sampled]", "nothing_can_be_sampled[shape0]", "no_greedy_output[triton", "have_proposed[triton"),
+    *(f"targets_distribution[{each}]" for each in ("cuts-dynamic", "all-most likely", "all-chain", "all-auto")),
+    *("is_judged[lossless]", "flat_q-hot-chain-torch", "the_sampled_tokens[None-0]"),
+    *("without_valid_kv[qwen2-", "without_valid_kv[llama3_rope", "replayed_together[granite_swa]", "on_pytorch[chain-sampled"),
+    *(f"on_the_clock[{each}]" for each in ("own seed-constant", "own seed-jumping", "most likely-random")),
+    "on_the_clock[greedy drafts-random]",
+    "on_the_clock[greedy drafts-constant]",
+    *("before_it_showed[150M", "mixed_fleet[demo float32-2-", "nothing_drafts[demo float32-32-"),
+    *(f"fall_ends_drafting[GPU, 8 B and 1 B-8-{each}]" for each in ("confident", "always sure")),
+    *(f"fall_ends_drafting[150M bfloat16-8-{each}]" for each in ("confident", "no confidence")),
+    *("prompts_have_the_models_own_logprobs[torch-False", "half_a_percent[bfloat16]", "depend_on_threads[1-2]"),
+    *(f"the_requests[{each}]" for each in ("compact_kv_cache()-draft", "compact_kv_cache()-pool", "resize_kv_cache(200)-tables")),
 )
 """Words in the names of tests that take seconds, up to half a minute, and try what others try at a smaller size or elsewhere."""
 LEFT_OUT = ("models", "long")

@@ -324,32 +324,27 @@ def test_a_replay_has_the_very_bits_of_the_run_before_its_capture(folder: Path) 
     assert len(outputs[0]) == 12 and outputs[0][:9].any(1).all() and not outputs[0][9:].any()
 
 
-def test_after_a_warm_up_every_small_pass_is_replayed_over_a_cache_that_was_kept(folder: Path) -> None:
+def test_after_a_warm_up_every_small_pass_is_replayed_over_a_cache_that_was_kept(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes with chunks are the last to take memory, and of each kind the largest the first."""
+    keys, record = list[Any](), Replays.record
+    monkeypatch.setattr(Replays, "record", lambda own, key, *args: (keys.append(key), record(own, key, *args))[1])
     twins = Twins(folder, triton_backend())
     before = twins.kvs[1].clone().view(torch.uint8)
     with torch.inference_mode():
         for run in (*twins.runner.warm_up([SPEC, BEAM], 131), *twins.runner.backend.warm_up(131, torch.float32)):
             run()
     assert torch.equal(twins.kvs[1].view(torch.uint8), before) and twins.counts == PassCounts()
-    shapes = [[3], [1, 3], [3, 3, 3], [1], [20, 3, 1]]
-    for shape in shapes:
-        twins.run(chunks_and_trees(twins, shape))
-    assert twins.counts == PassCounts(num_replayed=len(shapes))
-
-
-def test_passes_with_chunks_are_the_last_to_take_memory_and_of_each_kind_the_largest_the_first(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys, record = list[Any](), Replays.record
-    monkeypatch.setattr(Replays, "record", lambda own, key, *args: (keys.append(key), record(own, key, *args))[1])
-    with torch.inference_mode():
-        for run in Twins(folder, triton_backend()).runner.warm_up([SPEC, BEAM], 131):
-            run()
     has_chunk = [isinstance(key, PassSize) and key.max_query_len > LIMITS.query_len for key in keys]
     assert has_chunk == sorted(has_chunk) and 0 < sum(has_chunk) < len(keys) - 2
     without, chunked = ([k for k, is_one in zip(keys, has_chunk, strict=True) if is_one == kind] for kind in (False, True))
     for sizes in ([k for k in without if isinstance(k, PassSize)], [k for k in without if not isinstance(k, PassSize)], chunked):
         assert len(sizes) > 1 and sizes == sorted(sizes, reverse=True)
+    shapes = [[3], [1, 3], [3, 3, 3], [1], [20, 3, 1]]
+    for shape in shapes:
+        twins.run(chunks_and_trees(twins, shape))
+    assert twins.counts == PassCounts(num_replayed=len(shapes))
 
 
 def chunks_and_trees(twins: Twins, query_lens: Sequence[int]) -> list[Part]:

@@ -337,6 +337,7 @@ def test_nothing_is_compiled_or_recorded_while_an_engine_serves(
     One request drafts nothing, and is reviewed.
     """
     kernels, captures = Kernels(), list[object]()
+    num_requests = 8 if options.get("max_batch_size") == 1 else 20
     monkeypatch.setattr(type(_walk_kernel), "run", lambda kernel, *args, **options: kernels.run(kernel, *args, **options))
     monkeypatch.setattr("titan.kernels.triton.cuda_graphs.CHUNKED_TOKENS", chunked_tokens)
     device._capture = lambda: lambda passes: (captures.append(passes), capture_in_name(passes))[1]
@@ -344,10 +345,12 @@ def test_nothing_is_compiled_or_recorded_while_an_engine_serves(
     warm, num_captures = set(kernels.found), len(captures)
     assert engine.passes == PassCounts() and not engine.runner.kv.groups[0].is_inference()
     kernels.found.clear()
-    params = [SamplingParams(temperature=0.7 * (i % 3), top_k=5 * (i % 2), max_tokens=4 + i, ignore_eos=True) for i in range(20)]
+    params = [
+        SamplingParams(temperature=0.7 * (i % 3), top_k=5 * (i % 2), max_tokens=4 + i, ignore_eos=True) for i in range(num_requests)
+    ]
     params[-1] = replace(params[-1], presence_penalty=0.5)  # the longest: with it, all logits are float32
     params[-2] = replace(params[-2], use_speculative=False)
-    *_, reviewed, _ = submit(engine, [[5] * (1 + 3 * i) for i in range(20)], params)
+    *_, reviewed, _ = submit(engine, [[5] * (1 + 3 * i) for i in range(num_requests)], params)
     while engine.scheduler.has_unfinished:
         engine.step()
         if reviewed.num_output_tokens == 3 and isinstance(engine.drafter, DraftModelDrafter):

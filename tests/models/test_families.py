@@ -16,7 +16,6 @@ from titan import LLM
 
 ALWAYS = {
     "gemma3_text",
-    "gpt_oss",
     "deepseek_v3",
     "llama4_text",
     "phi3:longrope",
