@@ -104,8 +104,11 @@ class CompiledRunner(TorchRunner):
     def _is_compiled(self, feeds: Sequence[Feed], vocab_size: int) -> bool:
         """Whether there are trees, and all are beams, or shapes whose samples are from uncut distributions."""
         specs = [feed.spec for feed in feeds if feed.spec is not None]
-        sampled = [spec.params for spec in specs if isinstance(spec, ShapeSpec) and spec.params is not None]
-        return bool(specs) and not any(params.has_cuts(vocab_size) for params in sampled)
+        return bool(specs) and all(
+            isinstance(spec, BeamSpec)
+            or (isinstance(spec, ShapeSpec) and not (spec.params is not None and spec.params.has_cuts(vocab_size)))
+            for spec in specs
+        )
 
     def _grow(self, feeds: Sequence[Feed], num_rows: int, vocab_size: int) -> DraftTrees:
         trees, num_probs = list[tuple[Any, ...]](), 0
