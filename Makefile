@@ -13,7 +13,7 @@ MINUTES ?= 60
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: demo test test-fast test-models test-all families soak check format bench clean
+.PHONY: demo test test-fast test-models test-all families soak sanitize check format bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/titan generate "def read_lines(path" --compare --dtype float32 --speculation fixed --max-draft-tokens 4
@@ -41,6 +41,15 @@ soak: $(INSTALLED)
 	end=$$(($$(date +%s) + 60 * $(MINUTES))); \
 	while [ $$(date +%s) -lt $$end ]; do $(PYTEST) -m hypothesis --hypothesis-profile soak || exit 1; done
 
+# AddressSanitizer and UndefinedBehaviorSanitizer over the C++ of this processor's kind, which takes g++ minutes to compile.
+SANITIZED := -fsanitize=address,undefined -fno-sanitize-recover=undefined -g
+sanitize: $(INSTALLED)
+	CXX="g++ $(SANITIZED)" XDG_CACHE_HOME=$(CURDIR)/.sanitized PYTHONPATH=tests \
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
+	$(BIN)/python -m pytest -p sanitized --capture=no tests/kernels tests/draft tests/verify tests/models \
+	-k "cpu and not triton and not too_little_memory"
+
 check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -54,7 +63,7 @@ bench: $(INSTALLED)
 	$(BIN)/titan bench throughput
 
 clean:
-	rm -rf .venv build dist .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv build dist .sanitized .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find titan draft verify kernels bench training examples tests -name __pycache__ -prune -exec rm -r {} +
 
 # torch comes first and alone, so that TORCH may carry options that hold for torch only. Modules are compiled when first imported: of the
