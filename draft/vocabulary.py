@@ -34,7 +34,7 @@ class VocabularyMap:
 
     order: TokenOrder  # order of the draft's tokens
     target_ids: Tensor  # int64 [I + 1], ids of the shared tokens, on the device; the last one is -1, for empty places
-    fed_ids: Ints  # int64 [target_size], the draft's token that is fed for each token of the target
+    fed_ids: Ints  # int64 [tokens of the target], the draft's token that is fed for each
     share: float  # share of the target's tokens that the draft can propose
 
     @classmethod

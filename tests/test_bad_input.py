@@ -159,8 +159,12 @@ OTHERS: list[tuple[Callable[..., Any], dict[str, Any], list[str]]] = [
     (FairPolicy, {"output_weight": 0}, ["output_weight=0", "(0, inf)"]),
     (FairPolicy, {"prompt_weight": -1}, ["prompt_weight=-1", "[0, inf)"]),
     (PriorityPolicy, {"ageing_s": -1}, ["ageing_s=-1", "[0, inf)"]),
-    (partial(as_terms, 2), {"priority": ["batch", "urgent"]}, ["prompt 1: priority='urgent'", "'critical', 'normal', 'batch'"]),
-    (partial(as_terms, 2), {"user": ["a"] * 3}, ["user has 3 entries", "2 prompts"]),
+    (
+        partial(as_terms, 2, LLM.generate),
+        {"priority": ["batch", "urgent"]},
+        ["prompt 1: priority='urgent'", "'critical', 'normal', 'batch'"],
+    ),
+    (partial(as_terms, 2, LLM.generate), {"user": ["a"] * 3}, ["user has 3 entries", "2 prompts"]),
     (register, {"name": "ngram", "factory": lambda _: NoDrafter()}, ["name='ngram'", "taken", "ngram"]),
 ]
 
@@ -173,7 +177,7 @@ OTHERS: list[tuple[Callable[..., Any], dict[str, Any], list[str]]] = [
             (SamplingParams, SAMPLING),
             (EngineConfig.of, ENGINE),
             (RequestTerms, TERMS),
-            (partial(as_terms, 2), TERMS),
+            (partial(as_terms, 2, LLM.generate), TERMS),
         )
         for name, (allowed, values) in table.items()
         for value in values
