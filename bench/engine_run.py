@@ -84,7 +84,7 @@ def workload_steps(
     Raises:
         RuntimeError, RuntimeWarning: as `serve`.
     """
-    # within the run, as those of other engines are
+    # within the time of the run, as those of other engines are made
     requests = make_requests(engine, workload, use_speculative=use_speculative, temperature=temperature)
     changes: dict[Request, list[float]] = {request: [] for request in requests}
     seconds, num_before = 0.0, engine.counters.num_emitted_tokens

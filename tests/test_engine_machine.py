@@ -381,8 +381,8 @@ class Fair(EngineMachine):
 
 
 TestFcfs, TestPriority, TestFair = Fcfs.TestCase, Priority.TestCase, Fair.TestCase
-TestFcfs.settings = settings(max_examples=3, stateful_step_count=16)  # the same rules as with the others
 TestPriority.settings = TestFair.settings = settings(
     max_examples=8,  # from ten on, most would be slight variations of one before
     stateful_step_count=16,
 )
+TestFcfs.settings = settings(TestFair.settings, max_examples=3)  # the same rules as with the others

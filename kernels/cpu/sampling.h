@@ -182,16 +182,16 @@ struct VerifiedTrees {
 struct Descent {
   const int64_t* token_ids; // of its nodes
   const int32_t* parents;
-  const int32_t* draft_rows; // of the nodes; that of the root comes before them
   const Options& options;
   int32_t* path;
-  int64_t num_nodes, depth = 0, reached = -1; // the node where the path ends, or the root, -1
+  int64_t num_nodes, root_row;     // entry of the root in `draft_rows`, before those of the nodes
+  int64_t depth = 0, reached = -1; // the node where the path ends, or the root, -1
 
   Descent(const VerifiedTrees& trees, int64_t i)
       : options(trees.options[i]), path(trees.paths + i * trees.max_depth) {
     const int64_t row = trees.rows[i], first = trees.start_loc[row];
-    token_ids = trees.token_ids + first, parents = trees.parents + first, draft_rows = trees.draft_rows + first + row + 1;
-    num_nodes = trees.start_loc[row + 1] - first;
+    token_ids = trees.token_ids + first, parents = trees.parents + first;
+    num_nodes = trees.start_loc[row + 1] - first, root_row = first + row;
     std::fill_n(path, trees.max_depth, -1);
   }
 
@@ -247,7 +247,7 @@ int64_t reject_tree(const VerifiedTrees& trees, int64_t i, const T* values, int6
   int64_t rank, rejected = -1;      // how many these are, and the last of them
   const auto arrive = [&] {
     probs = descent.probs(values, trees.holds_probs, room.get(), size);
-    draft_probs = descent.is_leaf() ? nullptr : trees.draft_probs + descent.draft_rows[descent.reached] * size;
+    draft_probs = descent.is_leaf() ? nullptr : trees.draft_probs + trees.draft_rows[descent.root_row + 1 + descent.reached] * size;
     scale = 0, rank = 0;
   };
   const auto accepts = [&](int64_t token) {

@@ -65,6 +65,9 @@ def test_each_goes_on_until_it_is_as_far_as_the_first_whose_time_is_over(clock: 
         starts = {name: maker(clock, log, name, *each) for name, each in speeds.items()}
         runs = run_side_by_side(turns, "here", starts)
         assert turns._bar.n == 3
+        num_before = len(log)
+        run_side_by_side(turns, "in the next round", starts, 1)
+        assert log[num_before] == ("drafts", 3)
     assert log[: 4 + 2 + 4] == [
         *(("plain", i + 1) for i in range(4)),
         ("drafts", 3),

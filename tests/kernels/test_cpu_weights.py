@@ -107,7 +107,7 @@ def test_every_number_is_where_the_layout_says(kernels: CompiledKernels, model: 
     """In its block, at its input or pair of inputs, in its lane; zeros pad; and rows are found again."""
     weight, (_, held) = make_weight(model, *size), MODELS[model]
     packed, has_pairs = pack_weight(weight, kernels), held == torch.bfloat16
-    assert packed.shape[0] == size[0]
+    assert packed.shape[0] == size[0] and CompiledOps(kernels, weight.dtype).pack(packed) is packed
     token_ids = torch.arange(size[0]).flip(0)
     rows = CompiledOps(kernels, weight.dtype).look_up(token_ids, packed, size[1])
     assert torch.equal(rows, weight[token_ids]) and torch.equal(rows.signbit(), weight[token_ids].signbit())
