@@ -180,15 +180,20 @@ class DraftContext:
     tokenizer: Any | None  # the target's, a transformers tokenizer
 
 
-class NoDrafter:
+class CachelessDrafter:
+    """A base for drafters that have no KV cache, and learn nothing from verification: they lack name, size and `propose`."""
+
+    kv = None
+
+    def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
+        """Do nothing."""
+
+
+class NoDrafter(CachelessDrafter):
     """A drafter that proposes only empty trees: speculation is off."""
 
     name = "none"
     max_draft_tokens = 0
-    kv = None
 
     def propose(self, plan: StepPlan) -> Sequence[DraftTree]:
         return [EMPTY_TREE] * len(plan.requests)
-
-    def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
-        """Do nothing: nothing was proposed."""

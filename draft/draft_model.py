@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from titan.core.batch import QueryRow, build_batch
+from titan.core.checks import shown
 from titan.core.growth import Feed, GrowthSpec
 from titan.core.kv_tensor import KVTensor
 from titan.core.out_of_memory import is_out_of_memory
@@ -200,6 +201,8 @@ class DraftModelDrafter:
                     # a device runs prefill chunks from a graph only if no tree after them branches
                     prefers_chain = num_tokens + budget > 1 + self.max_draft_tokens and not is_host
                     spec = self.policy.spec(request, budget, num_slots, plan.worths.get(i), prefers_chain=prefers_chain)
+                    if not hasattr(spec, "num_slots"):
+                        raise TypeError(f"the policy's spec() returned {shown(spec)}: allowed is a BeamSpec or a ShapeSpec")
                     if spec.num_slots > num_slots:
                         raise ValueError(  # before KV is written to slots that are not the request's
                             f"the policy's spec has num_slots={spec.num_slots}: at most {num_slots} are allowed, which were "

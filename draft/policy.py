@@ -1,7 +1,7 @@
 """The drafting policy: the shape of each request's tree, and whether its tokens are the most likely ones or sampled.
 
-Everything here depends only on the request, its options and its own history, never on other requests. There are two exceptions,
-which change no tokens: `prefers_chain`, and the temperature at which a history begins.
+Everything here depends on the request, its options and its own history, except for what leaves greedy tokens as they are: `worth`,
+`prefers_chain`, the free slots behind which a wide beam becomes a narrow one, and the temperature at which a history begins.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from itertools import pairwise
 from titan import LLM, SamplingParams
 from titan.core.step import StepPlan
 from titan.core.trees import DraftTree
-from titan.draft.base import NoDrafter
+from titan.draft.base import CachelessDrafter
 
 
 def most_frequent_followers(token_ids: Sequence[int], num_tokens: int) -> list[int]:
@@ -21,7 +21,7 @@ def most_frequent_followers(token_ids: Sequence[int], num_tokens: int) -> list[i
     return chain[1:]
 
 
-class FollowerDrafter(NoDrafter):
+class FollowerDrafter(CachelessDrafter):
     """A drafter that keeps nothing: it inherits an empty ``commit`` and ``kv = None``."""
 
     name = "follower"

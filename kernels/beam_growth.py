@@ -20,7 +20,7 @@ from titan.kernels.interfaces import Backend, Candidates
 
 
 class BeamGrowth:
-    """Expands, at each depth, the nodes with the greatest cumulative probability.
+    """Expands, at each depth, the nodes with the greatest cumulative probability: a `titan.kernels.growth.Growth`.
 
     Args:
         feeds: n feeds with beam specs of equal width and number of children, either all with a worth or none.
@@ -60,11 +60,10 @@ class BeamGrowth:
 
     @property
     def fed_slots(self) -> list[list[Ints]]:
-        """Slots where nodes are fed, per request and depth, from depth 1 on; counted from the slot after the root."""
+        """Slots where nodes are fed: see `titan.kernels.growth.Growth`."""
         return [list(np.arange((depth - 1) * self._width).reshape(-1, self._width)) for depth in self._max_depths.tolist()]
 
     def frontier(self, depth: int) -> tuple[Tensor, Tensor]:
-        """Return the nodes fed at a depth, request by request: tokens, and ancestor bits over the slots after the root."""
         index = self._going_on[depth - 1]
         token_ids = self._levels[-1][0]
         return token_ids.gather(1, self._beam)[index].flatten(), self._bits[index].flatten()

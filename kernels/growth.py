@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,13 +23,59 @@ from titan.core.batch import AttentionLayout, NodeQueries, RaggedBatch, join_row
 from titan.core.growth import BeamSpec, Feed, ShapeSpec, block_table_of
 from titan.core.trees import DraftTrees, GrowthReport
 from titan.kernels.beam_growth import BeamGrowth
-from titan.kernels.interfaces import Backend
+from titan.kernels.interfaces import Backend, Candidates
 from titan.kernels.shape_growth import ShapeGrowth
 
 Forward = Callable[[RaggedBatch], Tensor]
 """A pass of the draft model that returns logits [L, vocab of the draft]."""
 
-Growth = BeamGrowth | ShapeGrowth
+
+class Growth(Protocol):
+    """Grows the trees of n requests together, depth by depth.
+
+    Args:
+        feeds: n feeds, whose specs this way of growing takes together.
+        logits: [n, V], of their roots.
+        backend: the one that the draft runs on.
+    """
+
+    def __init__(self, feeds: Sequence[Feed], logits: Tensor, backend: Backend) -> None: ...
+
+    @property
+    def rows(self) -> Ints:
+        """Rows of the plan, [n]."""
+        ...
+
+    @property
+    def first_scores(self) -> Tensor | None:
+        """Log-probabilities, float32 [n], that the draft gives the first children; ``None``: its trees have no scores."""
+        ...
+
+    @property
+    def gain(self) -> Tensor | None:
+        """Profit of the next pass, [], as a multiple of its price; ``None``: infinite."""
+        ...
+
+    @property
+    def fed_slots(self) -> Sequence[Sequence[Ints]]:
+        """Slots where nodes are fed, per request and depth, from depth 1 on; counted from the slot after the root."""
+        ...
+
+    def frontier(self, depth: int) -> tuple[Tensor, Tensor]:
+        """Return the r nodes fed at a depth, request by request: tokens, and ancestor bits over the slots after the root.
+
+        Returns:
+            int64 [r] and int64 [r].
+        """
+        ...
+
+    def extend(self, depth: int, logits: Tensor) -> None:
+        """Add the children of the nodes that were fed at a depth, from their logits, [r, V]."""
+        ...
+
+    def candidates(self) -> Candidates:
+        """Return the nodes of all depths, of which `TreeOps.select` makes trees."""
+        ...
 
 
 def grow_by_passes(
@@ -93,7 +140,7 @@ def grow_by_passes(
     if backend.is_host:
         trees = trees.packed()
         for growth in growths:
-            if isinstance(growth, BeamGrowth):
+            if growth.first_scores is not None:
                 first_scores[growth.rows] = growth.first_scores.numpy()
     return replace(trees, growth=report())
 

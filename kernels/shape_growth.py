@@ -31,7 +31,7 @@ class ShapeLevel(NamedTuple):
 
 
 class ShapeGrowth:
-    """Fills given shapes, each node with the next most likely or the next sampled token.
+    """Fills given shapes, each node with the next most likely or the next sampled token: a `titan.kernels.growth.Growth`.
 
     Args:
         feeds: n feeds with shape specs, either all sampled or none.
@@ -39,11 +39,11 @@ class ShapeGrowth:
         backend: the one that the draft runs on.
     """
 
-    gain = None  # infinite: a shape is filled at any cost
+    gain = first_scores = None  # a shape is filled at any cost, and its nodes have no scores
 
     def __init__(self, feeds: Sequence[Feed], logits: Tensor, backend: Backend) -> None:
         specs = [feed.spec for feed in feeds if isinstance(feed.spec, ShapeSpec)]
-        self._rows = np.array([feed.row for feed in feeds])
+        self.rows = np.array([feed.row for feed in feeds])
         self._backend = backend
         self._plans = [spec.plan for spec in specs]
         self._starts = [0, *accumulate(plan.inner.shape[1] for plan in self._plans)]  # index of each request's first inner node
@@ -59,7 +59,7 @@ class ShapeGrowth:
 
     @property
     def fed_slots(self) -> list[tuple[Ints, ...]]:
-        """Slots where nodes are fed, as `BeamGrowth.fed_slots`."""
+        """Slots where nodes are fed: see `titan.kernels.growth.Growth`."""
         return [plan.feeds for plan in self._plans]
 
     def frontier(self, depth: int) -> tuple[Tensor, Tensor]:
@@ -81,7 +81,7 @@ class ShapeGrowth:
 
     def candidates(self) -> Candidates:
         """Return all nodes as candidates; see `shape_candidates`."""
-        found = shape_candidates(self._rows, self._plans, self._children, self._backend)
+        found = shape_candidates(self.rows, self._plans, self._children, self._backend)
         if self._probs is None:
             return found
         probs_rows = np.zeros((len(self._plans), 1 + found.token_ids.shape[1]), np.int64)

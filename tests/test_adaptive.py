@@ -41,7 +41,7 @@ from titan.core.step import Acceptance, StepPlan
 from titan.core.terms import RequestTerms
 from titan.core.trees import DraftTree
 from titan.diagnosis import faults
-from titan.draft.base import NoDrafter
+from titan.draft.base import CachelessDrafter
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.registry import _FACTORIES, DraftSpec, open_draft_model, register
 from titan.draft.replay import ReplayDrafter
@@ -55,7 +55,7 @@ PARAMS = [greedy(limit, ignore_eos=True, **own) for limit, own in zip(LIMITS, OW
 CHANGING = {step: (0.01, 9.0)[step // 9 % 2] for step in range(0, 900, 9)}  # drafts as good as free, then too slow, and so on
 
 
-class Bush(NoDrafter):
+class Bush(CachelessDrafter):
     """Proposes trees of what the target writes, beside other tokens."""
 
     name = "bush"

@@ -352,8 +352,8 @@ def test_what_a_command_line_does_not_say_is_left_to_the_library(monkeypatch: py
     made = MagicMock(side_effect=RuntimeError)
     monkeypatch.setattr("titan.cli.LLM", made)
     own = {"max_batch_size": 1, "enable_prefix_caching": False, "generation_config": "vllm"}
-    given = {"draft_weight_bits": None, "warm_up": False}
-    for options, passed in (([], {}), (["--draft-weight-bits", "none", "--no-warm-up"], given)):
+    given = {"draft_weight_bits": None, "warm_up": False, "max_model_len": 99}
+    for options, passed in (([], {}), (["--draft-weight-bits", "none", "--no-warm-up", "--max-model-len", "99"], given)):
         assert main(["generate", "the dog", *options]) == 1 and made.call_args.kwargs == own | passed
 
 

@@ -19,7 +19,7 @@ from titan import SamplingParams
 from titan.core.step import StepPlan
 from titan.core.terms import PRIORITIES, RequestTerms
 from titan.core.trees import DraftTree
-from titan.draft.base import NoDrafter
+from titan.draft.base import CachelessDrafter
 from titan.draft.registry import DraftSpec
 
 TABLE = Path(__file__).parents[1] / "docs" / "equality.md"
@@ -48,7 +48,7 @@ MEMORY = {"ample": AMPLE, "scarce": SCARCE | {"num_kv_blocks": 8}}
 Case = dict[str, str]
 
 
-class Repeating(NoDrafter):
+class Repeating(CachelessDrafter):
     name = "repeating"
     max_draft_tokens = 2
 

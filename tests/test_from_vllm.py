@@ -24,7 +24,7 @@ from titan import LLM, SamplingParams
 from titan.chat import ChatTemplate
 from titan.core.options import EngineConfig
 from titan.draft.ngram import NgramDrafter
-from titan.vllm_names import translate
+from titan.vllm_names import NOT_SUPPORTED, translate
 
 PAGE = Path(__file__).parents[1] / "docs" / "from-vllm.md"
 TEMPLATE = (
@@ -156,6 +156,9 @@ def test_what_has_no_single_translation() -> None:
     assert isinstance(drafter, NgramDrafter) and (drafter.min_ngram, drafter.max_ngram) == (3, 3)
     seeds = {translate({"seed": None}, None).config.model.seed for _ in range(3)}
     assert len(seeds) == 3
+    for name in NOT_SUPPORTED:
+        with pytest.raises(TypeError, match=f"{name}=7 is not supported: leave it out, since "):
+            translate({name: 7}, None)
 
 
 def test_prompt_lookup_drafts_as_many_tokens_as_the_engine_allows(zoo: Zoo) -> None:

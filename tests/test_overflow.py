@@ -20,7 +20,7 @@ from titan.core.options import EngineConfig
 from titan.core.request import Request
 from titan.core.step import StepPlan
 from titan.core.trees import DraftTree
-from titan.draft.base import NoDrafter
+from titan.draft.base import CachelessDrafter
 from titan.engine import Engine
 from titan.models.files import ModelFiles
 from titan.models.loader import load_model, open_model
@@ -29,7 +29,7 @@ NUM_TOKENS = 16
 [PROMPT] = random_prompts(3, seed=9, max_len=30)[1:2]
 
 
-class Overflowing(NoDrafter):
+class Overflowing(CachelessDrafter):
     """Proposes a main path of the tokens that follow, with one whose numbers overflow after the first few."""
 
     name, max_draft_tokens = "overflowing", 20

@@ -148,6 +148,17 @@ def test_a_rule_of_acceptance_is_tried_with_compiled_passes(zoo: Zoo) -> None:
     assert lengths[0] > 3 and lengths[1] == 1
 
 
+def test_a_rule_is_told_what_cannot_be_sampled_from_a_tree() -> None:
+    probs = torch.full((2, 4), 0.25)
+    tree = TreeToVerify(probs.log(), probs, None, [], token_ids=[3], parents=[-1], seed=0, position=1)
+    assert tree.sample(torch.tensor([0.5, float("nan"), 0.5, 0.0]), 0, Purpose.SAMPLE) == -1
+    assert tree.sample(torch.tensor([0.0, 0.0, 7.0, 0.0]), 0, Purpose.SAMPLE) == 2
+    with pytest.raises(ValueError, match="adds up to 0"):
+        tree.sample(torch.zeros(4), 0, Purpose.SAMPLE)
+    with pytest.raises(ValueError, match=r"was not sampled: match\(\) is the rule for it"):
+        tree.reject()
+
+
 @pytest.mark.parametrize("back_end", FAST)
 def test_a_model_with_a_trait_of_its_own_takes_the_general_path(back_end: str, zoo: Zoo) -> None:
     """As target and as draft, with trees; and the same model without the trait takes the fast one."""

@@ -97,6 +97,17 @@ def test_first_steps_of_their_kind_teach_little(num_steps: int, most: float) -> 
         assert most - 0.1 < ratio < most + 0.02
 
 
+def test_of_steps_that_are_learned_from_together_only_the_first_count_as_cold() -> None:
+    costs = Costs(cost(), cost())
+    for _ in range(20):
+        costs.note_plain(load(4), 4, Outcome(0, 0, 0, 0, 1.9, 0.0, 1.4))
+    n = 5 * COLD_STEPS
+    costs.note_drafting(load(4), Outcome(4 * n, 2 * n, n, 4 * n, n * 1.25 * 3.9, n * 1.25 * 1.4, n * 1.25 * 2.0), [1] * 4, n)
+    assert costs.draft is not None
+    for ratio in (costs.target.predict(8, 0) / 2.0, costs.draft.predict(4, 0) / 1.4):
+        assert 1.14 < ratio < 1.21  # four fifths of 1.25, and one of 1
+
+
 def teach(costs: Costs, num_rounds: int, plain: Callable[[int], float]) -> None:
     """Rounds of 16 steps with drafts that take what the curves say, and some without: of each, how many times as long it takes."""
     for _ in range(num_rounds):

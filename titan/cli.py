@@ -152,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     generate = add_parser("generate", help="continue a prompt and show the speed", description=_generate.__doc__)
     _add_generate(generate)
     generate.set_defaults(parser=generate)
-    info = add_parser("info", help="versions, device and kernels in use", description=_info.__doc__)
+    info = add_parser("info", help="versions, device, kernels; or of a --model, whether it runs", description=_info.__doc__)
     info.set_defaults(parser=info, model=None, json=False)
     info.add_argument("--model", help="say instead, from its config alone, whether and how this model runs, and in how much memory")
     info.add_argument("--revision", help=REVISION_HELP)
@@ -185,6 +185,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add("--tokenizer", help="folder or hub id of the tokenizer (default: that of --model)")
     add("--revision", help=REVISION_HELP)
     add("--max-tokens", type=int, default=256, help="most tokens to generate (default: 256)")
+    add("--max-model-len", type=int, help="most tokens of prompt and output, for which there is room (default: the model's)")
     add(
         "--speculation",
         choices=SPECULATIONS,

@@ -19,8 +19,9 @@ _GREEN, _DIM, _BOLD, _RESET = "\x1b[32m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
 class VerifiedTree:
     """A draft tree after its verification.
 
-    ``path`` holds the accepted nodes from the root down; ``final_token_id`` is ``None`` if the logits after the path could not
-    be used. A stop within the path ends the output there: the tokens after it were accepted but are not emitted.
+    ``path`` holds the accepted nodes from the root down. ``final_token_id`` is ``None`` if the root's logits could not be used;
+    where those after an accepted node could not, the path ends before that node, whose token is the final one. A stop within the
+    path ends the output there: the tokens after it were accepted but are not emitted.
     """
 
     request: Request  # whose tokens grow after the step

@@ -109,6 +109,19 @@ TRANSLATIONS: Mapping[str, Translation] = {
 }
 
 
+NOT_SUPPORTED = {
+    "enforce_eager": "warm_up=False leaves the capture of CUDA graphs to their first use",
+    "compilation_config": "warm_up=False leaves the capture of CUDA graphs to their first use",
+    "cpu_offload_gb": "all weights are in the device's memory",
+    "enable_lora": "there are no LoRA adapters",
+    "tokenizer_mode": "the tokenizer is the fast one of transformers",
+    "structured_outputs_config": "there are no structured outputs; logits_processors of SamplingParams change logits",
+    "limit_mm_per_prompt": "prompts are text",
+    "data_parallel_size": "an engine runs on one device",
+    "load_format": "weights are read from safetensors",
+}
+"""Options of vLLM's that nothing stands for, and what to say of each."""
+
 OWN_ARGUMENTS = ("model", "draft_model", "tokenizer")
 """Arguments of `titan.LLM` beside its options."""
 
@@ -132,6 +145,8 @@ def translate(options: Mapping[str, Any], draft_model: DraftSpec) -> Translated:
         ValueError: a value is not allowed, or an option is given twice, under two names.
     """
     names = (*EngineOptions.__annotations__, *TRANSLATIONS)
+    for name in options.keys() & NOT_SUPPORTED.keys():
+        raise TypeError(f"{name}={shown(options[name])} is not supported: leave it out, since {NOT_SUPPORTED[name]}")
     if unknown := [name for name in options if name not in names]:
         raise TypeError(unknown_names(unknown, (*OWN_ARGUMENTS, *names)))
     ours: dict[str, Any] = {} if draft_model is None else {"draft_model": draft_model}

@@ -89,8 +89,8 @@ class RuledTrees:
         if not (isinstance(outcome, Outcome) and tree.allows(outcome)):
             raise ValueError(
                 f"the acceptance rule returned {shown(outcome)} for a tree with parents={tree.parents}: allowed is an Outcome "
-                f"with a path of nodes from the root down, all after finite p, and a token from 0 to {tree.probs.shape[1] - 1}, or "
-                f"-1 where p is not finite"
+                f"with a path of nodes from the root down, all after finite p, and an integer, a token from 0 to "
+                f"{tree.probs.shape[1] - 1}, or -1 where p is not finite"
             )
         return outcome
 
@@ -191,9 +191,15 @@ class TreeToVerify(NamedTuple):
         return [child for child, parent in enumerate(self.parents) if parent == node]
 
     def sample(self, probs: Tensor, depth: int, purpose: Purpose) -> int:
-        """Sample one token from a distribution, [vocab], at a depth; -1 if it is not finite."""
-        if not torch.isfinite(probs[0]):
+        """Sample one token from a distribution, [vocab], which need not be normalised, at a depth; -1 if it is not finite.
+
+        Raises:
+            ValueError: nothing of it is above 0.
+        """
+        if not torch.isfinite(total := probs.sum()):
             return -1
+        if total <= 0:
+            raise ValueError("probs adds up to 0: allowed is a distribution that leaves a token")
         uniform = torch.from_numpy(philox_uniform(self.seed, self.position + depth, purpose).reshape(1))
         return int(draw(probs[None], uniform.to(probs.device)))
 
@@ -218,7 +224,11 @@ class TreeToVerify(NamedTuple):
             path.append(child)
 
     def reject(self) -> Outcome:
-        """Verify by recursive rejection."""
+        """Verify by recursive rejection.
+
+        Raises:
+            ValueError: the tree was not sampled.
+        """
         path: list[int] = []
         while True:
             node = path[-1] if path else -1
@@ -226,7 +236,8 @@ class TreeToVerify(NamedTuple):
             if not children:  # a leaf: as without speculation
                 return Outcome(path, self.sample(p, len(path), Purpose.SAMPLE))
             q = self.q(node)
-            assert q is not None, "the tree was sampled"
+            if q is None:
+                raise ValueError("reject() needs q, and this tree was not sampled: match() is the rule for it")
             accepted, rest = self._try(children, p, q, len(path))
             if accepted is not None:
                 path.append(accepted)

@@ -25,7 +25,7 @@ from titan.core.growth import BeamSpec, Feed, ShapeSpec, chain_spec
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import DraftTree, DraftTrees
-from titan.draft.base import NoDrafter
+from titan.draft.base import CachelessDrafter, NoDrafter
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.policy import CHAIN_CHILDREN, GREEDY_TEMPERATURE, MAX_CHAIN_NODES, MAX_NARROW_NODES, DraftPolicy
 from titan.draft.registry import _FACTORIES, open_drafter, register
@@ -230,7 +230,7 @@ def test_only_tokens_that_both_models_have_are_drafted(
 
 
 def test_a_distribution_at_temperature_0_is_refused(zoo: Zoo) -> None:
-    class Claiming(NoDrafter):
+    class Claiming(CachelessDrafter):
         name, max_draft_tokens = "claiming", 1
 
         def propose(self, plan: StepPlan) -> list[DraftTree]:

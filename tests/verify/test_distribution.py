@@ -37,7 +37,7 @@ from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import StepPlan
 from titan.core.trees import EMPTY_TREE, DraftTree, DraftTrees
-from titan.draft.base import NoDrafter
+from titan.draft.base import CachelessDrafter
 from titan.draft.policy import DraftPolicy
 from titan.draft.vocabulary import VocabularyMap
 from titan.engine import Engine
@@ -76,7 +76,7 @@ PROPOSALS: dict[str, dict[str, Any]] = {
 """All but the first are sampled."""
 
 
-class Bush(NoDrafter):
+class Bush(CachelessDrafter):
     """Proposes small branching trees of tokens that are drawn anew for every prefix."""
 
     name = "bush"

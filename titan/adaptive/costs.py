@@ -100,24 +100,24 @@ class Costs:
             num_nodes: that each candidate was to draft; of one at least.
             num_steps: number of the steps.
         """
-        is_cold = self._count_steps(num_steps, is_drafting=True) < COLD_STEPS
+        cold_share = min(max(COLD_STEPS - self._count_steps(num_steps, is_drafting=True), 0) / num_steps, 1.0)
         n, num_drafting = len(load.candidates), sum(map(bool, num_nodes))
         host_seconds = (total.host_seconds + total.deciding_seconds) / num_steps
         if not self.host.has_drafted:  # it may be the only one for long
             plain = self.host.predict(n)
             host_seconds = plain + (host_seconds - plain) / FIRST_DRAFT
-        elif is_cold and self.host.knows(n, num_drafting):
-            host_seconds = _warm(host_seconds, self.host.predict(n, num_drafting))
+        elif self.host.knows(n, num_drafting):
+            host_seconds = _warm(host_seconds, self.host.predict(n, num_drafting), cold_share)
         self.host.note(n, num_drafting, host_seconds, num_steps)
         if load.num_rows != n:  # what prompts take says little of what decodes do
             return
         rows, context, seconds = n + total.num_nodes / num_steps, load.num_context_tokens, total.target_seconds / num_steps
-        _note_pass(self.target, (rows, context), seconds, is_cold, num_steps)
+        _note_pass(self.target, (rows, context), seconds, cold_share, num_steps)
         is_caught_up = all(each.is_fed for count, each in zip(num_nodes, load.candidates, strict=True) if count)
         if self.draft is not None and total.num_draft_passes and is_caught_up:
             per_pass = max(1.0, total.num_draft_rows / total.num_draft_passes)
             seconds = total.draft_seconds / total.num_draft_passes
-            _note_pass(self.draft, (per_pass, context * num_drafting / n), seconds, is_cold, num_steps)
+            _note_pass(self.draft, (per_pass, context * num_drafting / n), seconds, cold_share, num_steps)
 
     def note_review(self, load: Load, num_reviewed: int, outcome: Outcome) -> None:
         """Learn from a step with a review: its pass takes no less than one of growth, and may show that these are cheaper.
@@ -140,13 +140,17 @@ class Costs:
         return num_before
 
 
-def _note_pass(cost: PassCost, size: tuple[float, float], seconds: float, is_cold: bool, num_steps: int) -> None:
-    """Add a pass of these rows and tokens of context; see `PassCost.note`."""
-    if is_cold:
-        seconds = _warm(seconds, cost.predict(*size))
-    cost.note(*size, seconds, num_steps)
+def _note_pass(cost: PassCost, size: tuple[float, float], seconds: float, cold_share: float, num_steps: int) -> None:
+    """Add steps' mean pass of these rows and tokens of context; see `PassCost.note`."""
+    cost.note(*size, _warm(seconds, cost.predict(*size), cold_share), num_steps)
 
 
-def _warm(seconds: float, expected: float) -> float:
-    """Return what a part of a step would have taken with warm caches, as far as its time and what was expected tell."""
-    return min(seconds, max(expected, seconds / COLD))
+def _warm(seconds: float, expected: float, cold_share: float) -> float:
+    """Return what a part of steps would have taken with warm caches, as far as its mean time and what was expected tell.
+
+    Args:
+        seconds: mean over the steps.
+        expected: of each.
+        cold_share: share of the steps that found cold caches.
+    """
+    return seconds + cold_share * (min(seconds, max(expected, seconds / COLD)) - seconds)

@@ -44,15 +44,19 @@ def check_request(prompt: str | None, prompt_token_ids: Sequence[int], params: S
             f"allowed (max_model_len={limits.max_model_len})"
         )
     num_kv_tokens = limits.num_kv_blocks * limits.block_size
-    max_tokens = limits.max_model_len - num_tokens
-    if params.max_tokens is not None:
-        max_tokens = min(max_tokens, params.max_tokens)
-    elif num_tokens < num_kv_tokens:
-        max_tokens = min(max_tokens, num_kv_tokens - num_tokens)
-    if num_tokens + max_tokens > num_kv_tokens:
+    num_left = num_kv_tokens - num_tokens
+    if num_left <= 0:
         raise ValueError(
-            f"prompt of {num_tokens} tokens with max_tokens={max_tokens} could never fit: the KV cache holds "
-            f"{num_kv_tokens} tokens (num_kv_blocks={limits.num_kv_blocks})"
+            f"prompt has {num_tokens} tokens, which leaves no room to generate: at most {num_kv_tokens - 1} are allowed, as the KV "
+            f"cache holds {num_kv_tokens} tokens (num_kv_blocks={limits.num_kv_blocks})"
+        )
+    wanted = num_left if params.max_tokens is None else params.max_tokens
+    max_tokens = min(wanted, limits.max_model_len - num_tokens)
+    if max_tokens > num_left:
+        raise ValueError(
+            f"max_tokens={params.max_tokens} could never fit: behind the prompt of {num_tokens} tokens at most {num_left} are "
+            f"allowed, or None for as many as fit, as the KV cache holds {num_kv_tokens} tokens "
+            f"(num_kv_blocks={limits.num_kv_blocks})"
         )
     if params.min_tokens > max_tokens:
         raise ValueError(
