@@ -34,7 +34,7 @@ from titan.core.step_log import StepLog
 from titan.core.step_times import Stopwatch
 from titan.draft.base import DraftContext, Drafter, NoDrafter, ReviewReport, has_cache
 from titan.draft.drafting import Drafting
-from titan.draft.histories import note_review, note_verification
+from titan.draft.feedback import note_review, note_verification
 from titan.draft.registry import DraftSpec, open_drafter
 from titan.engine_metrics import EngineMeter
 from titan.execute.batch import target_batch

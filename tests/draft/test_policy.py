@@ -16,7 +16,7 @@ from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import DraftTree
-from titan.draft.histories import note_verification
+from titan.draft.feedback import note_verification
 from titan.draft.policy import CHAIN_CHILDREN, MAX_CHAIN_NODES, DraftPolicy
 
 

@@ -26,7 +26,7 @@ from titan.core.step import Acceptance, StepPlan
 from titan.core.trees import DraftTree, GrowthReport
 from titan.draft.base import Review, ReviewReport
 from titan.draft.draft_model import MAX_REVIEWED, DraftModelDrafter
-from titan.draft.histories import TEMPERATURE_PRIOR, note_review, note_verification
+from titan.draft.feedback import TEMPERATURE_PRIOR, note_review, note_verification
 from titan.draft.policy import GREEDY_TEMPERATURE, score_temperature
 from titan.engine import Engine
 

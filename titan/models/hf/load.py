@@ -21,9 +21,9 @@ from titan.models.hf.describe import TransformersConfig, empty_model
 from titan.models.hf.experts import GROUPED, set_experts
 from titan.models.hf.gathered import GatheredAttention, check_gathering
 from titan.models.hf.head import find_decoder
-from titan.models.hf.heap import give_back
 from titan.models.hf.model import CHECKED_SLOTS, TransformersModel
 from titan.models.hf.paged import IMPLEMENTATION, PagedAttention
+from titan.models.hf.process_heap import give_back
 from titan.models.hf.quantised import cast_unquantised, mixes_rows, num_bytes, plain_tensors, quantisation
 from titan.models.hf.trial_pass import check_rows
 from titan.models.token_order import TokenOrder

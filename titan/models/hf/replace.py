@@ -16,7 +16,6 @@ from titan.core.kv_tensor import KVTensor
 from titan.kernels.interfaces import LayerOps
 from titan.models.hf.experts import pack_experts
 from titan.models.hf.fused_attention import PROJECTIONS, fuse_attention
-from titan.models.hf.heap import give_back
 from titan.models.hf.modules import (
     PackedLinear,
     apply_linear,
@@ -28,6 +27,7 @@ from titan.models.hf.modules import (
     mixed_rows,
 )
 from titan.models.hf.paged import BINDING
+from titan.models.hf.process_heap import give_back
 from titan.models.hf.quantised import quantisation
 from titan.models.hf.trial_pass import NUM_TOKENS, run_without_attention
 from titan.models.hf.widen import parts, widen, widened_in_turn
