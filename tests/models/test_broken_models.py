@@ -111,7 +111,7 @@ BROKEN: dict[str, tuple[Damage, str]] = {
     "truth": (config(mlp_bias="no"), f"{CONFIG}...mlp_bias"),  # in the words of transformers
     "theta": (
         config(rope_parameters={"rope_type": "default", "rope_theta": "1e4"}),
-        f"{CONFIG}rope_theta='1e4' is outside the allowed range (0, inf)",
+        f"{CONFIG}rope_theta='1e4' is not allowed: it must be a number in (0, inf)",
     ),
     "rope type": (config(rope_parameters={"rope_type": "spiral"}), f"{NATIVE}rope type 'spiral' is not supported: ... default, "),
     "rope without a factor": (config(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}), f"{CONFIG}...factor"),

@@ -106,7 +106,7 @@ def test_layers_of_an_unknown_type_are_refused(tmp_path: Path) -> None:
 
 
 def test_numbers_of_other_families_are_checked(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"residual_multiplier=0 is outside the allowed range \(0, inf\)"):
+    with pytest.raises(ValueError, match=r"residual_multiplier=0 is not allowed: it must be a number in \(0, inf\)"):
         read(tmp_path, "granite", residual_multiplier=0)
     part = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.44}
     with pytest.raises(ValueError, match=r"partial_rotary_factor=0\.44 rotates 7 of 16 dimensions"):

@@ -58,7 +58,7 @@ def check_number(name: str, value: object, *, low: float, high: float | None = N
     used = as_float32(number)
     if not isfinite(used) or number < low or (open_low and used == low) or (high is not None and number > high):
         bounds = f"{'(' if open_low else '['}{low:g}, {'inf)' if high is None else f'{high:g}]'}"
-        raise ValueError(f"{name}={shown(value)} is outside the allowed range {bounds}")
+        raise ValueError(f"{name}={shown(value)} is not allowed: it must be a number in {bounds}")
     return number
 
 
