@@ -348,6 +348,16 @@ def test_compare_says_where_and_why_texts_differ(
     assert f"different text from token {place + 1} on, because " in line and why.format(gap=gap) in line
 
 
+def test_a_prompt_may_be_a_message(models: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}a {{ m.content }}{% endfor %} and")
+    chatty = [*models, "--tokenizer", str(tmp_path), "--chat"]
+    assert generate_json(capsys, *chatty)["prompt"] == "a the dog and"
+    assert generate(*chatty) == 0 and not capsys.readouterr().out.startswith("the dog")
+    assert generate(*models, "--chat") == 2 and "chat needs a tokenizer with a chat template" in capsys.readouterr().err
+
+
 def test_what_a_command_line_does_not_say_is_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     made = MagicMock(side_effect=RuntimeError)
     monkeypatch.setattr("titan.cli.LLM", made)

@@ -45,12 +45,12 @@ class ChatTemplate:
     def __init__(
         self,
         tokenizer: Any | None,
-        kwargs: object,
+        kwargs: object = None,
         *,
-        chat_template: str | None,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        tools: Any,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Any = None,
     ) -> None:
         own = {
             "chat_template": chat_template,
@@ -60,7 +60,7 @@ class ChatTemplate:
         }
         self._options = _read_options(own, kwargs)
         if tokenizer is None or not (chat_template or tokenizer.chat_template):
-            raise ValueError("chat() needs a tokenizer with a chat template, and the model has none: use generate()")
+            raise ValueError("chat needs a tokenizer with a chat template, and the model has none: generate takes plain prompts")
         from transformers import PreTrainedTokenizerBase
 
         self._tokenizer = tokenizer

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from titan import __version__
+from titan.chat import ChatTemplate
 from titan.core.dtypes import RUN_DTYPES, dtype_name
 from titan.core.options import (
     DRAFT_SAMPLINGS,
@@ -40,6 +41,7 @@ from titan.kernels.backend import choose_backend, choose_device
 from titan.kernels.interfaces import Backend
 from titan.llm import LLM
 from titan.model_info import model_facts
+from titan.prompts import Prompt
 from titan.tree_view import LEGEND, VerifiedTree, render_tree, token_text, verified_trees
 
 BENCHES = {
@@ -177,9 +179,10 @@ def _join_parents(argv: Sequence[str]) -> list[str]:
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(draft_model=None, show_tree=False, compare=False, json=False)
+    parser.set_defaults(draft_model=None, chat=False, show_tree=False, compare=False, json=False)
     add = parser.add_argument
     add("prompt", help='the text to continue, for example "def quicksort("')
+    add("--chat", action="store_true", help="the prompt is a user's message, to be answered: put it into the model's chat template")
     add("--model", default="demo", help="target: demo, a folder or a hub id (default: demo)")
     add("--draft-model", help="draft: demo, a folder, a hub id, ngram, or none (default: demo with the demo model, else none)")
     add("--tokenizer", help="folder or hub id of the tokenizer (default: that of --model)")
@@ -264,11 +267,16 @@ def _generate(args: argparse.Namespace) -> int:
     draft = None if draft_model == "none" else draft_model
     llm = LLM(args.model, draft, max_batch_size=1, enable_prefix_caching=False, generation_config="vllm", **options)
     plain_params = replace(params, use_speculative=False)
+    prompt: Prompt = args.prompt
+    if args.chat:
+        prompt = ChatTemplate(llm.get_tokenizer()).render([{"role": "user", "content": args.prompt}])
     for warm_up in (params, plain_params) if args.compare else (params,):
         warm_up = replace(warm_up, max_tokens=WARM_UP_TOKENS, ignore_eos=True, stop=None)
-        _check_completed(llm.generate(args.prompt, warm_up, use_tqdm=False)[0])
-    run = _run(llm, args.prompt, params, echo=not args.json, keep_trees=args.show_tree)
-    plain = _run(llm, args.prompt, plain_params, echo=False) if args.compare else None
+        _check_completed(llm.generate(prompt, warm_up, use_tqdm=False)[0])
+    if not (args.chat or args.json):
+        print(args.prompt, end="", flush=True)
+    run = _run(llm, prompt, params, echo=not args.json, keep_trees=args.show_tree)
+    plain = _run(llm, prompt, plain_params, echo=False) if args.compare else None
     difference = None if plain is None else _find_difference(llm, run, plain)
     if args.json:
         result = _as_json(run, plain, difference)
@@ -316,7 +324,7 @@ def _comparison(difference: Difference | None, llm: LLM, params: SamplingParams)
     return f"{where}, because {why}" + (" (--dtype float32 gives the same text)" if params.is_greedy and dtype != "float32" else "")
 
 
-def _run(llm: LLM, prompt: str, params: SamplingParams, *, echo: bool, keep_trees: bool = False) -> Run:
+def _run(llm: LLM, prompt: Prompt, params: SamplingParams, *, echo: bool, keep_trees: bool = False) -> Run:
     """Generate once; with ``echo``, print the text as it arrives."""
     kept: list[VerifiedTree] = []
 
@@ -325,8 +333,6 @@ def _run(llm: LLM, prompt: str, params: SamplingParams, *, echo: bool, keep_tree
 
     if keep_trees:
         llm.engine.observers.append(keep)
-    if echo:
-        print(prompt, end="", flush=True)
     start = time.perf_counter()
     num_printed = 0
     for output in llm.stream(prompt, params):
