@@ -302,6 +302,27 @@ def test_a_policy_that_chooses_what_there_is_not_is_named() -> None:
         server.add({}, 3, 4)
     with pytest.raises(RuntimeError, match="policy 'lifo' preempts None, which does not run"):
         server.drain()
+    server = Server(Lifo(), max_batch_size=2, max_num_batched_tokens=8)
+    server.scheduler.policy.prefill_order = lambda prefills, _: prefills[:1]  # type: ignore[method-assign,assignment,misc]
+    for _ in range(2):
+        server.add({}, 30)
+    with pytest.raises(RuntimeError, match=r"policy 'lifo' orders prompts as \[Request.* allowed are \[Request.* each once"):
+        server.drain()
+
+
+@pytest.mark.parametrize(("policy", "least", "most"), [("priority", 1, 2), ("fcfs", 9, 999)])
+def test_whose_prompt_is_computed_first(policy: str, least: int, most: int) -> None:
+    """A critical one waits for no more than the step that it starts in, however many others were begun before."""
+    server = Server(policy, max_batch_size=17, max_num_batched_tokens=64)
+    for _ in range(16):
+        server.add(BATCH, 2000)
+    for _ in range(4):
+        server.step()
+    urgent, num_steps = server.add(CRITICAL, 20), 0
+    while not urgent.is_finished:
+        server.step()
+        num_steps += 1
+    assert least <= num_steps <= most
 
 
 class Faulty(FcfsPolicy):
@@ -320,11 +341,12 @@ class Faulty(FcfsPolicy):
         return self.called(*args)
 
 
-@pytest.mark.parametrize("method", ["serve", "first", "victim", "displaceable", "remove"])
+@pytest.mark.parametrize("method", ["serve", "first", "prefill_order", "victim", "displaceable", "remove"])
 def test_a_policy_that_fails_in_a_step_is_named(method: str) -> None:
-    server = Server(Faulty(method), max_batch_size=2, num_kv_blocks=3)
+    has_prompts = method == "prefill_order"  # two that take several steps
+    server = Server(Faulty(method), max_batch_size=2, num_kv_blocks=9 if has_prompts else 3, max_num_batched_tokens=8)
     for _ in range(3):
-        server.add({"user": "unlucky"}, 7, 9)
+        server.add({"user": "unlucky"}, 30 if has_prompts else 7, 9)
     with pytest.raises(RuntimeError, match="the scheduling policy 'faulty' failed: KeyError: 'mine'"):
         server.drain()
     server.scheduler.end_all("a step failed")

@@ -574,7 +574,7 @@ def test_whole_outputs_are_reserved_only_where_that_is_asked_for(reservation: st
     assert (world.counters.num_preemptions > 0) == (reservation == "on_demand")
 
 
-def test_a_request_whose_time_is_over_needs_no_room_to_wait_and_ends_in_the_next_step() -> None:
+def test_a_request_times_out_without_room_to_wait_in() -> None:
     world = World(max_batch_size=1, num_kv_blocks=40, max_waiting_requests=1)
     for _ in range(2):
         world.add([1], 4, ignore_eos=True)
@@ -582,8 +582,11 @@ def test_a_request_whose_time_is_over_needs_no_room_to_wait_and_ends_in_the_next
     with pytest.raises(ValueError, match="max_waiting_requests=1"):
         world.add([3], 4, {"timeout_s": 5})
     late = make_request(max_tokens=4, metrics=RequestMetrics(-5.0), terms=RequestTerms(timeout_s=5))
-    world.scheduler.add(late)
-    assert world.scheduler.expire() == [late] and late.finish_reason == "abort" and len(world.scheduler.waiting) == 1
+    with pytest.raises(ValueError, match="max_waiting_requests=1"):
+        world.scheduler.add(late)
+    world.scheduler.time_out(late)
+    assert late.finish_reason == "abort" and "timeout_s=5 is over" in late.error and "waiting" in late.error  # type: ignore[operator]
+    assert len(world.scheduler.waiting) == 1 and not world.scheduler.expire()
 
 
 def test_an_interrupt_in_the_policy_loses_no_request() -> None:

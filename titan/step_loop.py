@@ -48,17 +48,19 @@ class _Run:
         if self.failure is not None:
             raise RuntimeError(f"a step failed, which ended all requests in flight: {self.failure}")
 
-    def put_overdue_first(self, scheduler: Scheduler) -> None:
-        """Reorder what is to be queued when a request times out: what is overdue needs no room, and the next step ends it."""
+    def time_out(self, scheduler: Scheduler) -> None:
+        """End requests that the scheduler has had no room for, and that are overdue."""
         if not self.expiries or self.expiries[0] > (now := scheduler.clock()):
             return
         while self.expiries and self.expiries[0] <= now:
             self.expiries.popleft()
-        self.to_queue = deque(sorted(self.to_queue, key=lambda each: each.expiry is None or each.expiry > now))
+        for request in self.to_queue:
+            if request.expiry is not None and request.expiry <= now and not request.is_finished:
+                scheduler.time_out(request)
 
     def queue(self, scheduler: Scheduler) -> None:
-        """Queue requests while the scheduler has room for them; those that were aborted meanwhile are dropped."""
-        while self.to_queue and ((request := self.to_queue[0]).is_finished or scheduler.may_add(request)):
+        """Queue requests while the scheduler has room for them; those that have ended meanwhile are dropped."""
+        while self.to_queue and ((request := self.to_queue[0]).is_finished or scheduler.has_room):
             if not request.is_finished:
                 scheduler.add(request)
             self.to_queue.popleft()  # now that it is in flight: an interrupt must not lose it
@@ -124,7 +126,7 @@ class StepLoop:
             if run not in self._runs:
                 self._register(run)
             run.check()
-            run.put_overdue_first(scheduler)
+            run.time_out(scheduler)
             run.queue(scheduler)
             return find_news()
 

@@ -1,4 +1,4 @@
-"""The seam of scheduling policies: which request starts next, and which gives way."""
+"""The seam of scheduling policies: which request starts next, whose prompt is computed first, and which request gives way."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class SchedulingPolicy(Protocol):
 
     It keeps the waiting requests in a structure of its own: a step may not cost more, the more of them there are. ``now`` is in
     seconds of the scheduler's clock, which is that of ``request.metrics.arrival_time``. A request that the policy puts first and
-    that does not fit is waited for; none is passed over. A subclass need not have `serve` and `end`, nor
-    `displaceable` where nobody gives way to a waiting request.
+    that does not fit is waited for; none is passed over. A subclass need not have `serve` and `end`, nor `displaceable` where
+    nobody gives way to a waiting request, nor `prefill_order` where prompts are computed in the order of their start.
 
     An error of `add` ends a new request, one of `remove` or `end` none if the request has ended; any other one fails the step.
 
@@ -50,6 +50,16 @@ class SchedulingPolicy(Protocol):
         It may be called twice for a request, if its end failed or was interrupted.
         """
         return
+
+    def prefill_order(self, prefills: Sequence[Request], now: float) -> Sequence[Request]:  # noqa: ARG002
+        """Return running requests whose prompts are being computed in the order in which they get tokens of the step.
+
+        Args:
+            prefills: at least two, in order of their start. Each leaves at least half of what is left to those after it, as far as
+                they want that, unless its prompt is complete with the step.
+            now: as above.
+        """
+        return prefills
 
     @abstractmethod
     def victim(self, running: Sequence[Request], now: float) -> Request:

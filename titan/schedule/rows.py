@@ -45,7 +45,7 @@ class RowChooser:
         may_join = scheduler.waiting and len(scheduler.running) < self._options.max_batch_size
         if may_join:
             self._num_spare_blocks = self._kv.pool.num_free - self._num_missing_blocks(scheduler.running)
-        prefills = [each for each in scheduler.running if each.num_uncomputed_tokens > 1]
+        prefills = scheduler.in_prefill_order([each for each in scheduler.running if each.num_uncomputed_tokens > 1])
         wanted = [self._num_wanted(each) for each in prefills]
         num_wanted_after = sum(wanted) + (self._num_wanted_by_waiting() if prefills else 0)
         self._prompt_budget = self._most_prompt_tokens() if prefills or may_join else 0

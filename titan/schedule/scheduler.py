@@ -1,14 +1,15 @@
 """Iteration-level continuous batching: which requests run in a step, with how many tokens, and how they advance.
 
 There is no prefill phase and no decode phase: each step gives a request tokens so that `num_computed_tokens` catches up
-with its tokens and draft nodes. Running requests that decode come first, then those that have more to compute; then waiting ones
-join, in the order of the policy.
+with its tokens and draft nodes. Running requests that decode come first, then those that have more to compute, and then waiting
+ones join, both in the order of the policy.
 """
 
 from __future__ import annotations
 
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TypeVar
@@ -88,10 +89,10 @@ class Scheduler:
         """The requests that run or wait."""
         return (*self.running, *self.waiting)
 
-    def may_add(self, request: Request) -> bool:
-        """Whether a request may be queued: there is room, or its time-out is over already, so that the next step ends it."""
-        has_room = len(self.waiting) < self.options.max_waiting_requests
-        return has_room or (request.expiry is not None and request.expiry <= self.clock())
+    @property
+    def has_room(self) -> bool:
+        """Whether another request may be queued."""
+        return len(self.waiting) < self.options.max_waiting_requests
 
     def add(self, request: Request) -> None:
         """Queue a request; it ends at once, with an error, if the policy fails, or the KV cache was resized and it no longer fits.
@@ -99,7 +100,7 @@ class Scheduler:
         Raises:
             ValueError: the queue is full.
         """
-        if not self.may_add(request):
+        if not self.has_room:
             raise ValueError(
                 f"max_waiting_requests={self.options.max_waiting_requests} requests are waiting already: "
                 f"request {request.request_id} is refused; add it again after some steps"
@@ -159,14 +160,18 @@ class Scheduler:
         """Abort the requests that have not finished within their ``timeout_s``, and return them."""
         expired = []
         while self._expiries and (entry := self._expiries.top())[1] <= self.clock():
-            request = entry[0]
-            self.abort(
-                request,
-                f"timeout_s={request.terms.timeout_s:g} is over: the request has {request.num_output_tokens} tokens of output and "
-                f"was {'waiting' if request in self.waiting else 'running'}",
-            )
-            expired.append(request)
+            self.time_out(entry[0])
+            expired.append(entry[0])
         return expired
+
+    def time_out(self, request: Request) -> None:
+        """Abort an unfinished request whose ``timeout_s`` is over; it need not have been queued."""
+        state = "running" if request in self.running else "waiting"
+        self.abort(
+            request,
+            f"timeout_s={request.terms.timeout_s:g} is over: the request has {request.num_output_tokens} tokens of output and "
+            f"was {state}",
+        )
 
     def check_num_blocks(self, num_blocks: int) -> None:
         """Check that a KV cache of another size has room for what was admitted.
@@ -224,6 +229,18 @@ class Scheduler:
         if request not in self.waiting:
             raise RuntimeError(f"the scheduling policy {self.policy.name!r} starts {shown(request)}, which does not wait")
         return request
+
+    def in_prefill_order(self, prefills: Sequence[Request]) -> Sequence[Request]:
+        """Return running requests whose prompts are being computed in the policy's order."""
+        if len(prefills) < 2:
+            return prefills
+        ordered = self.consult(self.policy.prefill_order, prefills, self.clock())
+        if Counter(ordered) != Counter(prefills):
+            raise RuntimeError(
+                f"the scheduling policy {self.policy.name!r} orders prompts as {shown(ordered)}: allowed are {shown(prefills)}, "
+                f"each once"
+            )
+        return ordered
 
     def start(self, request: Request) -> None:
         """Start a waiting request with the KV that is already computed, or without KV while a sibling is computing its prompt."""

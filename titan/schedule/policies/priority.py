@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
+from typing import Any
 
 from titan.core.checks import check_number
 from titan.core.policy import SchedulingPolicy
@@ -27,7 +28,8 @@ class PriorityPolicy(SchedulingPolicy):
 
     A critical request that finds the batch or the KV cache full takes the place of running requests of the batch class, each of
     which gives way at most once, and not when it has aged; so does an aged one whose turn comes before that of a critical one.
-    Where running requests lack blocks, the one that is least in the order gives way; aged ones are the last to.
+    Prompts get tokens of a step in that order, those of aged requests first. Where running requests lack blocks, the one that is
+    least in the order gives way; aged ones are the last to.
 
     Args:
         ageing_s: seconds, at least 0; with 0, every fourth start is the oldest request's.
@@ -61,8 +63,11 @@ class PriorityPolicy(SchedulingPolicy):
                 return oldest
         return self._by_key.top()[0]
 
+    def prefill_order(self, prefills: Sequence[Request], now: float) -> Sequence[Request]:
+        return sorted(prefills, key=lambda request: self._importance(request, now))
+
     def victim(self, running: Sequence[Request], now: float) -> Request:
-        return max(running, key=lambda request: (not self._has_aged(request, now), _key(request)))
+        return max(running, key=lambda request: self._importance(request, now))
 
     def displaceable(self, request: Request, running: Sequence[Request], now: float) -> Sequence[Request]:
         if "critical" not in (request.terms.priority, self._by_key.top()[0].terms.priority):
@@ -73,6 +78,9 @@ class PriorityPolicy(SchedulingPolicy):
             if each.terms.priority == "batch" and not each.metrics.num_preemptions and not self._has_aged(each, now)
         ]
         return sorted(batch, key=_key, reverse=True)
+
+    def _importance(self, request: Request, now: float) -> tuple[bool, Any]:
+        return not self._has_aged(request, now), _key(request)
 
     def _has_aged(self, request: Request, now: float) -> bool:
         return now - request.metrics.arrival_time >= self.ageing_s
