@@ -19,7 +19,7 @@ from torch import Tensor
 
 from titan.core.batch import QueryRow, build_batch
 from titan.core.checks import shown
-from titan.core.growth import Feed, GrowthSpec
+from titan.core.growth import Feed, GrowthSpec, Worth
 from titan.core.kv_tensor import KVTensor
 from titan.core.out_of_memory import is_out_of_memory
 from titan.core.request import Request
@@ -188,7 +188,7 @@ class DraftModelDrafter:
     def _feeds(self, plan: StepPlan) -> list[Feed]:
         """Return the feeds of a step: the committed tokens that the draft lacks, in the order of the rows until a pass is full."""
         num_left = self._most_fed
-        table, is_host = plan.block_table, self.context.backend.is_host
+        table = plan.block_table
         feeds: list[Feed] = []
         rows = zip(plan.requests, plan.num_tokens, plan.draft_budgets, plan.num_slots, strict=True)
         for i, (request, num_tokens, draft_budget, num_slots) in enumerate(rows):
@@ -196,21 +196,26 @@ class DraftModelDrafter:
             is_wanted = budget > 0 or (plan.drafts_prompts and not plan.reaches_root(i) and self._may_draft(request))
             end = min(request.num_computed_tokens + num_tokens, start + num_left)
             if is_wanted and end > start:
-                spec: GrowthSpec | None = None
-                if budget > 0 and end == len(request.token_ids):
-                    # a device runs prefill chunks from a graph only if no tree after them branches
-                    prefers_chain = num_tokens + budget > 1 + self.max_draft_tokens and not is_host
-                    spec = self.policy.spec(request, budget, num_slots, plan.worths.get(i), prefers_chain=prefers_chain)
-                    if not hasattr(spec, "num_slots"):
-                        raise TypeError(f"the policy's spec() returned {shown(spec)}: allowed is a BeamSpec or a ShapeSpec")
-                    if spec.num_slots > num_slots:
-                        raise ValueError(  # before KV is written to slots that are not the request's
-                            f"the policy's spec has num_slots={spec.num_slots}: at most {num_slots} are allowed, which were "
-                            f"reserved; lookahead() of a policy asks for more"
-                        )
+                has_root = budget > 0 and end == len(request.token_ids)
+                spec = self._spec(request, num_tokens, budget, num_slots, plan.worths.get(i)) if has_root else None
                 feeds.append(Feed(i, request.block_ids, start, self._known(request.token_ids[start:end]), spec, table))
                 num_left -= end - start
         return feeds
+
+    def _spec(self, request: Request, num_tokens: int, budget: int, num_slots: int, worth: Worth | None) -> GrowthSpec:
+        """Return the spec of a request's tree, of which the policy is asked."""
+        # a device runs prefill chunks from a graph only if no tree after them branches
+        if num_tokens + budget > 1 + self.max_draft_tokens and not self.context.backend.is_host:
+            budget = self.policy.chain_budget(request, budget)
+        spec = self.policy.spec(request, budget, num_slots, worth)
+        if not hasattr(spec, "num_slots"):
+            raise TypeError(f"the policy's spec() returned {shown(spec)}: allowed is a BeamSpec or a ShapeSpec")
+        if spec.num_slots > num_slots:  # before KV is written to slots that are not the request's
+            raise ValueError(
+                f"the policy's spec has num_slots={spec.num_slots}: at most {num_slots} are allowed, which were reserved; "
+                f"lookahead() of a policy asks for more"
+            )
+        return spec
 
     def _known(self, token_ids: list[int]) -> list[int]:
         """Convert the target's tokens to the draft's; padding beyond the draft's vocabulary becomes its last token."""

@@ -1,7 +1,7 @@
 """The drafting policy: the shape of each request's tree, and whether its tokens are the most likely ones or sampled.
 
 Everything here depends on the request, its options and its own history, except for what leaves greedy tokens as they are: `worth`,
-`prefers_chain`, the free slots behind which a wide beam becomes a narrow one, and the temperature at which a history begins.
+`chain_budget`, the free slots behind which a wide beam becomes a narrow one, and the temperature at which a history begins.
 """
 
 from __future__ import annotations
@@ -79,9 +79,15 @@ class DraftPolicy:
             return False
         return self.draft_sampling == "sampled" or request.params.seed is None
 
-    def spec(
-        self, request: Request, budget: int, num_slots: int, worth: Worth | None = None, *, prefers_chain: bool = False
-    ) -> GrowthSpec:
+    def chain_budget(self, request: Request, budget: int) -> int:
+        """Return as many nodes as grow as a chain, where that would be faster than a larger tree.
+
+        That is less than the budget only at temperature 0 and with "auto": otherwise it could change the tokens of a seed, or
+        override the shape that was asked for.
+        """
+        return min(budget, MAX_CHAIN_NODES) if self.draft_tree == "auto" and request.params.is_greedy else budget
+
+    def spec(self, request: Request, budget: int, num_slots: int, worth: Worth | None = None) -> GrowthSpec:
         """Return the spec of one request's tree.
 
         Args:
@@ -89,11 +95,7 @@ class DraftPolicy:
             budget: maximum nodes, at least 1.
             num_slots: slots reserved after the root.
             worth: ends the tree where it does not pay, if it stops early; ``None``: it grows up to the budget.
-            prefers_chain: whether a chain would be faster than a larger tree. It is granted only at temperature 0 and with "auto":
-                otherwise it could change the tokens of a seed, or override the shape that was asked for.
         """
-        if prefers_chain and self.draft_tree == "auto" and request.params.is_greedy:
-            budget = min(budget, MAX_CHAIN_NODES)
         if self.is_sampled(request):
             return ShapeSpec(self._shape(request, budget), request.params, request.seed)
         if self.fixed_shape is not None:

@@ -203,7 +203,8 @@ def _naming_the_draft(spec: str) -> Iterator[None]:
     except ValueError as error:
         names = ", ".join(map(repr, sorted(_FACTORIES)))
         raise ValueError(
-            f"draft_model={spec!r} cannot be used; besides models, {names}, and None for no draft are allowed: {error}"
+            f"draft_model={spec!r} cannot be used; allowed are causal language models, but no heads on the target's hidden states "
+            f"such as EAGLE's, Medusa's or MTP; {names}; and None for no draft: {error}"
         ) from error
 
 

@@ -29,7 +29,7 @@ class Client(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         """Stream completions; the body is an object of the prompt and of options of `SamplingParams`."""
         try:
-            options = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            options = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))))
             outputs = self.server.llm.stream(options.pop("prompt", None), SamplingParams(**options))
         except (AttributeError, TypeError, ValueError) as error:
             self.send_error(400, explain=str(error))

@@ -20,8 +20,6 @@ class TwoChains(DraftPolicy):
         budget: int,
         num_slots: int,  # noqa: ARG002 - a shape needs no more slots than it has nodes
         worth: Worth | None = None,  # noqa: ARG002 - None with speculation="fixed"
-        *,
-        prefers_chain: bool = False,  # noqa: ARG002
     ) -> GrowthSpec:
         """Return how the tree of a request grows, of at most ``budget`` nodes."""
         parents = [max(node - 2, -1) for node in range(budget)]  # -1 is the root

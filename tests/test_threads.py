@@ -23,7 +23,7 @@ from titan import LLM, RequestOutput, SamplingParams, engine, step_loop
 from titan.core.request import Request
 from titan.core.step import StepPlan
 from titan.core.trees import DraftTree
-from titan.draft.base import CachelessDrafter, Drafter
+from titan.draft.base import Drafter, NoDrafter
 from titan.draft.registry import open_drafter
 from titan.step_loop import StepLoop
 
@@ -206,7 +206,7 @@ def test_a_call_from_inside_a_step_is_refused(llm: LLM, name: str) -> None:
             CALLS[name](llm)
         refusals.append(name)
 
-    class Calling(CachelessDrafter):
+    class Calling(NoDrafter):
         max_draft_tokens = 1
 
         def propose(self, plan: StepPlan) -> Sequence[DraftTree]:

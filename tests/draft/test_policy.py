@@ -88,7 +88,7 @@ def test_a_chain_where_one_is_better_if_neither_tokens_nor_what_was_asked_for_ch
     draft_tree: str | Sequence[int], temperature: float, kind: str, num_nodes: int
 ) -> None:
     policy, request = DraftPolicy(draft_tree, "auto", 16), request_of(temperature)
-    spec = policy.spec(request, 12, policy.lookahead(request, 12), prefers_chain=True)
+    spec = policy.spec(request, policy.chain_budget(request, 12), policy.lookahead(request, 12))
     assert (kind_of(spec), spec.num_nodes) == (kind, num_nodes)
 
 

@@ -13,6 +13,7 @@ from functools import cache
 from itertools import count, product
 from pathlib import Path
 from random import Random
+from runpy import run_path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,14 +32,12 @@ from zoo import Zoo
 
 from titan.adaptive.controller import Controller, Decision
 from titan.adaptive.load import Load
-from titan.core.growth import GrowthSpec, Worth, chain_spec
-from titan.core.random import Purpose, philox_uniform
-from titan.core.request import Request
+from titan.core.growth import Worth
+from titan.core.random import Purpose
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import StepPlan
 from titan.core.trees import EMPTY_TREE, DraftTree, DraftTrees
 from titan.draft.base import CachelessDrafter
-from titan.draft.policy import DraftPolicy
 from titan.draft.vocabulary import VocabularyMap
 from titan.engine import Engine
 from titan.kernels.interfaces import Backend, Verified
@@ -283,42 +282,18 @@ def first_child(tree: TreeToVerify) -> Outcome:
     return Outcome(path, tree.sample(tree.p(path[-1] if path else -1), len(path), Purpose.SAMPLE))
 
 
-def block_verification(tree: TreeToVerify) -> Outcome:
-    """Of sampled chains: Sun et al., "Block verification accelerates speculative decoding", 2025; with coins of the step."""
-    num_nodes, length, weights = len(tree.token_ids), 0, [1.0]
-    for node, token_id in enumerate(tree.token_ids):
-        weights.append(min(1.0, weights[-1] * float(tree.p(node - 1)[token_id] / tree.q(node - 1)[token_id])))  # type: ignore[index]
-
-    def rest(depth: int) -> Tensor:
-        return (weights[depth] * tree.p(depth - 1) - tree.q(depth - 1)).clamp(min=0)
-
-    for depth in range(1, num_nodes + 1):
-        mass, lost = (float(rest(depth).sum()), 1 - weights[depth]) if depth < num_nodes else (weights[-1], 1 - weights[-1])
-        if float(philox_uniform(tree.seed, tree.position, Purpose.ACCEPT, sibling=depth)) * (mass + lost) <= mass:
-            length = depth
-    if length == num_nodes:
-        return Outcome([*range(length)], tree.sample(tree.p(length - 1), length, Purpose.SAMPLE))
-    left = rest(length)
-    return Outcome([*range(length)], tree.sample(left if left.any() else tree.p(length - 1), length, Purpose.RESIDUAL))
+EXAMPLE = run_path(str(Path(__file__).parents[2] / "examples" / "block_verification.py"))
 
 
-class OwnNumbers(DraftPolicy):
-    """Chains that are sampled by other random numbers in each step, for rules that look at tokens which they do not emit."""
-
-    def spec(self, request: Request, budget: int, *_: Any, **__: Any) -> GrowthSpec:
-        [seed] = np.random.SeedSequence([request.seed, request.num_tokens]).generate_state(1, np.uint64)
-        return replace(chain_spec(budget), params=request.params, seed=int(seed))
-
-
-@pytest.mark.parametrize("rule", [lossless, block_verification, first_child])
+@pytest.mark.parametrize("rule", [lossless, EXAMPLE["block_verification"], first_child])
 def test_a_rule_of_ones_own_is_judged(zoo: Zoo, rule: AcceptanceRule) -> None:
     def use(engine: Engine) -> None:
         engine.backend.trees = RuledTrees(engine.backend, rule)
-        engine.drafter.policy = OwnNumbers("chain", "sampled", 6)  # type: ignore[attr-defined]
+        engine.drafter.policy = EXAMPLE["OwnNumbers"]("chain", "sampled", 6)  # type: ignore[attr-defined]
 
     sampled = sample(zoo, "hot", "chain", draft="eight_other", backend=make_back_end("cpu"), watch=use)
     assert (p_value(zoo, sampled, "hot") > 1e-3) == (rule is not first_child)
-    assert sum(sampled.accepted_per_depth) > (5500 if rule is block_verification else 4500)
+    assert sum(sampled.accepted_per_depth) > (5500 if rule is EXAMPLE["block_verification"] else 4500)
 
 
 def careless(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
