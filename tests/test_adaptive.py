@@ -396,10 +396,11 @@ def test_a_large_cap_crowds_nobody_out(zoo: Zoo, monkeypatch: pytest.MonkeyPatch
     assert num_rows == sorted(num_rows, reverse=True) and num_rows[0] == 8
 
 
-def test_what_cannot_be_measured_is_drafted_as_fixed(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, MemoryError])
+def test_what_cannot_be_measured_is_drafted_as_fixed(zoo: Zoo, kind: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
     """For lack of memory; a later swap may do better."""
     with monkeypatch.context() as patch:
-        patch.setattr("titan.adaptive.profiler.measure", Mock(side_effect=torch.OutOfMemoryError("3 GB are missing")))
+        patch.setattr("titan.adaptive.profiler.measure", Mock(side_effect=kind("3 GB are missing")))
         with pytest.warns(UserWarning, match="so speculation='fixed' is used: 3 GB") as found:
             engine = adaptive_engine(zoo, "llama~", **AMPLE)
     assert len(found) == 1 and engine.adaptive is None and engine.metrics().speculation is None

@@ -60,7 +60,7 @@ class ChatTemplate:
         }
         self._options = _read_options(own, kwargs)
         if tokenizer is None or not (chat_template or tokenizer.chat_template):
-            raise ValueError("chat needs a tokenizer with a chat template, and the model has none: generate takes plain prompts")
+            raise ValueError("chat() needs a tokenizer with a chat template, and the model has none: generate() takes a prompt")
         from transformers import PreTrainedTokenizerBase
 
         self._tokenizer = tokenizer

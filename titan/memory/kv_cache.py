@@ -265,7 +265,8 @@ class KVCache:
 
         Raises:
             ValueError: more blocks are in use than the tensors have; nothing changes.
-            Exception: memory is not enough; what the draft covers is forgotten, and nothing else changes.
+            Exception: memory is not enough, which shows before the target's blocks move; what the draft covers is forgotten, and
+                nothing else changes.
         """
         tensors = self.tensors if tensors is None else tensors
         num_blocks = tensors["target"].num_blocks
