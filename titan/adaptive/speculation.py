@@ -74,10 +74,10 @@ class AdaptiveSpeculation:
         is_first_try = len(plan.requests) == 1 and not self.controller.has_tried  # a long prompt is too much for a probe
         num_ending = sum([plan.num_tokens[i] for i in rows]) - len(rows)
         self._last_histories = histories if num_rows == len(rows) else []
-        self._typical = {i: histories[i] for i in rows if (each := plan.requests[i]).params.is_greedy and not each.has_transforms}
         if self.controller.rest(len(rows), num_rows - num_ending, num_new):
-            self._load, self._decision = Load((), num_rows, num_context, num_ending), RESTING
+            self._load, self._decision, self._typical = Load((), num_rows, num_context, num_ending), RESTING, {}
             return
+        self._typical = {i: histories[i] for i in rows if (each := plan.requests[i]).params.is_greedy and not each.has_transforms}
         self._load = Load([self._candidate(plan.requests[i]) for i in rows], num_rows, num_context, num_ending)
         self._decision = decision = self.controller.choose(self._load, has_room=self.num_reserved > 0)
         optimum = self.controller.optimum
