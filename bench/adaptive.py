@@ -51,7 +51,15 @@ OFF, FIXED, ADAPTIVE = "off", "fixed", "adaptive"
 ALL = "all"
 """Label of the geometric mean over all numbers of requests at once, setting by setting."""
 GAIN, SHARE = "x off", "x best fixed"
-COLUMNS = {"tokens/s": "±.1f", GAIN: "[.2f", SHARE: "[.2f", "nodes/step": ".2f", "tokens/step": ".2f", "ms/step": "±.2f"}
+COLUMNS = {
+    "tokens/s": "±.1f",
+    GAIN: "[.2f",
+    SHARE: "[.2f",
+    "nodes/step": ".2f",
+    "tokens/step": ".2f",
+    "ms/step": "±.2f",
+    "deciding": ".1%",
+}
 NUM_RESAMPLES = 10_000
 MIN_ROUNDS = 6
 """From which there are intervals: the range of five values holds their median with less than 95 %."""
@@ -150,7 +158,7 @@ class AdaptiveBench:
             f"{GAIN}, {SHARE}: median over the rounds of the ratio within a round, and its 95 % bootstrap interval, of fewer than "
             f"{MIN_ROUNDS} rounds their range; the best fixed setting is the one with the most tokens/s there. {ALL}: geometric "
             f"mean over the requests at once, so that {SHARE} is that of the best single one. nodes/step: draft tokens verified "
-            "per request and step; tokens/step: emitted.",
+            "per request and step; tokens/step: emitted. deciding: share of decode steps, learning from them included.",
         ]
         results: dict[str, Sequence[Row | Sample]] = {"rows": rows, "samples": samples}
         tables = [figure_table("Tokens/s", rows, ["at once", "setting"], COLUMNS)]

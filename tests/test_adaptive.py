@@ -526,6 +526,8 @@ def test_metrics_say_why_speculation_is_off(zoo: Zoo, monkeypatch: pytest.Monkey
     assert finding.startswith(
         f"speculation is off: {found.off_rate:.0f} tokens/s are expected without it, at best {found.on_rate:.0f}"
     )
+    hopeless = replace(llm.metrics(), speculation=replace(found, on_rate=0.0, acceptance=0.001))
+    assert ["and less with the draft" in finding for finding in faults(hopeless)] == [True], "none of its tokens is worth a try"
     for options in ({"speculation": "fixed"}, {"speculation": "off"}):
         assert adaptive_engine(zoo, "llama~", **AMPLE | options).metrics().speculation is None
 

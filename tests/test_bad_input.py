@@ -139,6 +139,11 @@ OTHERS: list[tuple[Callable[..., Any], dict[str, Any], list[str]]] = [
     (EngineConfig.of, {"draft_tree": [-2]}, ["draft_tree=[-2] is not topological", "node 0 is -2"]),
     (EngineConfig.of, {"draft_tree": [-1] * 7}, ["has 7 nodes", "at most max_draft_tokens=6"]),
     (EngineConfig.of, {"max_num_batched_tokens": 31}, ["max_num_batched_tokens=31", "max_batch_size=32", "at least one token"]),
+    (
+        EngineConfig.of,
+        {"speculation": "fixed", "speculation_target": "latency"},
+        ["speculation_target='latency' contradicts speculation='fixed'", "'adaptive'"],
+    ),
     (EngineConfig.of, {"preemption_mode": "swap"}, ["preemption_mode='swap' contradicts swap_space=0", "in bytes"]),
     (
         partial(EngineConfig.of, preemption_mode="recompute", enable_prefix_caching=False),

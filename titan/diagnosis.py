@@ -49,10 +49,11 @@ def faults(metrics: EngineMetrics) -> list[str]:
         )
     if num_failures := metrics.num_draft_failures:
         findings.append(f"the draft {metrics.draft!r} failed {num_failures} times, which cost drafts: see the warnings")
-    if (speculation := metrics.speculation) is not None and speculation.choice != "on" and speculation.on_rate:
+    if (speculation := metrics.speculation) is not None and speculation.choice != "on" and speculation.off_rate:
+        with_it = f"at best {speculation.on_rate:.0f}" if speculation.on_rate else "and less"  # no draft token is worth a look
         findings.append(
-            f"speculation is off: {speculation.off_rate:.0f} tokens/s are expected without it, at best {speculation.on_rate:.0f} "
-            f"with the draft {metrics.draft!r}, whose first tokens are accepted with probability {speculation.acceptance:.2f}"
+            f"speculation is off: {speculation.off_rate:.0f} tokens/s are expected without it, {with_it} with the draft "
+            f"{metrics.draft!r}, whose first tokens are accepted with probability {speculation.acceptance:.2f}"
         )
     covers = metrics.speculation is None or metrics.speculation.choice == "on"  # else the draft's cache is let go
     if covers and metrics.draft_coverage is not None and metrics.draft_coverage < 0.5:

@@ -171,6 +171,11 @@ class SpeculationOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.speculation != "adaptive" and self.speculation_target != "throughput":
+            raise ValueError(
+                f"speculation_target={self.speculation_target!r} contradicts speculation={self.speculation!r}: it is allowed with "
+                f"'adaptive' alone"
+            )
         parents = self.draft_tree
         if not isinstance(parents, str) and len(parents) > self.max_draft_tokens:
             raise ValueError(
