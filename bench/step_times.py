@@ -44,7 +44,7 @@ class TimedSteps:
             "draft": draft / whole,
             "target": target / whole,
             "trees, batch, acceptance": (speculation - draft) / whole,
-            "deciding": sum(each.prepare for each in self.decodes) / whole,
+            "prepare": sum(each.prepare for each in self.decodes) / whole,
             "ms/target pass": 1e3 * target / num_steps,
         }
         if num_passes:

@@ -220,7 +220,7 @@ def test_parts_of_a_step_are_what_its_times_say(growing: float | None) -> None:
             "host": (45 - 3 - 16 - in_draft) / 45,
             "draft": in_draft / 45,
             "target": (3 + 16) / 45,
-            "deciding": 2 / 45,
+            "prepare": 2 / 45,
             "trees, batch, acceptance": (8 + 4 + 5 - in_draft) / 45,
             "ms/target pass": 19e3,
             "draft passes": 4,
