@@ -203,7 +203,11 @@ class DraftModelDrafter:
         return feeds
 
     def _spec(self, request: Request, num_tokens: int, budget: int, num_slots: int, worth: Worth | None) -> GrowthSpec:
-        """Return the spec of a request's tree, of which the policy is asked."""
+        """Return the policy's spec of a request's tree.
+
+        Raises:
+            TypeError, ValueError: it is no spec, or takes more slots than were reserved.
+        """
         # a device runs prefill chunks from a graph only if no tree after them branches
         if num_tokens + budget > 1 + self.max_draft_tokens and not self.context.backend.is_host:
             budget = self.policy.chain_budget(request, budget)

@@ -459,9 +459,7 @@ class Engine:
         """Measure the passes of the models; if that fails, warn and return ``None``."""
         try:
             return self._profiler.measure(self.runner, drafter, max_draft_tokens)
-        except Exception as error:
-            if not (isinstance(error, RuntimeError) or is_out_of_memory(error)):
-                raise
+        except (RuntimeError, MemoryError) as error:
             warnings.warn(f"passes could not be measured, so {otherwise}: {error}", stacklevel=3)
             return None
 

@@ -106,7 +106,7 @@ class Costs:
         if not self.host.has_drafted:  # it may be the only one for long
             plain = self.host.predict(n)
             host_seconds = plain + (host_seconds - plain) / FIRST_DRAFT
-        elif self.host.knows(n, num_drafting):
+        elif cold_share and self.host.knows(n, num_drafting):
             host_seconds = _warm(host_seconds, self.host.predict(n, num_drafting), cold_share)
         self.host.note(n, num_drafting, host_seconds, num_steps)
         if load.num_rows != n:  # what prompts take says little of what decodes do
@@ -142,7 +142,9 @@ class Costs:
 
 def _note_pass(cost: PassCost, size: tuple[float, float], seconds: float, cold_share: float, num_steps: int) -> None:
     """Add steps' mean pass of these rows and tokens of context; see `PassCost.note`."""
-    cost.note(*size, _warm(seconds, cost.predict(*size), cold_share), num_steps)
+    if cold_share:
+        seconds = _warm(seconds, cost.predict(*size), cold_share)
+    cost.note(*size, seconds, num_steps)
 
 
 def _warm(seconds: float, expected: float, cold_share: float) -> float:

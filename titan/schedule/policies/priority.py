@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
-from typing import Any
 
 from titan.core.checks import check_number
 from titan.core.policy import SchedulingPolicy
@@ -79,7 +78,7 @@ class PriorityPolicy(SchedulingPolicy):
         ]
         return sorted(batch, key=_key, reverse=True)
 
-    def _importance(self, request: Request, now: float) -> tuple[bool, Any]:
+    def _importance(self, request: Request, now: float) -> tuple[bool, tuple[int, float, int, float]]:
         return not self._has_aged(request, now), _key(request)
 
     def _has_aged(self, request: Request, now: float) -> bool:
