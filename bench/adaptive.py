@@ -31,12 +31,13 @@ from titan.bench.draft_recipes import DraftRecipe, LoadedDraft, Models
 from titan.bench.engine_run import first_steps, make_idle, run_workload, workload_steps
 from titan.bench.hopeless_drafts import HalfHopelessDrafter, load_shuffled
 from titan.bench.loading import engine_options, load_target, open_backend
-from titan.bench.options import add_draft, add_target, bench_parser, model_options, parse, positive
+from titan.bench.options import add_draft, add_target, bench_parser, model_options, output_file, parse, positive
+from titan.bench.plot import check_plot, plot_rows
 from titan.bench.prompts import prompt_stream
 from titan.bench.report import Report, count, figure_table, in_one_round, measure_and_publish
 from titan.bench.samples import Row, Sample, Spread, group_samples, make_rows, with_ratio
 from titan.bench.side_by_side import OwnTime, Steps, run_side_by_side
-from titan.bench.turns import Turns
+from titan.bench.turns import Turns, log
 from titan.bench.workloads import Lengths, Workload, take_workload
 from titan.core.dtypes import RUN_DTYPES
 from titan.core.options import EngineConfig
@@ -245,13 +246,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
     bench = AdaptiveBench(args)
     measure_and_publish(args, bench.run, bench.report)
+    if args.plot is not None:
+        plot_rows(make_rows(bench.samples), args.plot)
+        log(f"written: {args.plot}")
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line.
 
     Raises:
-        ValueError: there is no draft, or an option was given that has no effect on first steps.
+        ValueError: there is no draft, an option was given that has no effect on first steps, or no such plot can be drawn.
     """
     parser = bench_parser("adaptive", __doc__)
     add = parser.add_argument
@@ -268,6 +272,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--waves", type=positive, help="requests per slot (default: 1, with --mixed 2, so that there are both kinds)")
     add("--rounds", type=positive, default=10, help="default: %(default)s")
     add("--first-steps", type=positive, metavar="N", help="time only the first N steps of new engines, off and adaptive")
+    add("--plot", type=output_file, metavar="FILE", help="draw tokens/s and nodes/step over the requests at once: .svg, .png, ...")
     drafts = parser.add_mutually_exclusive_group()
     drafts.add_argument("--hopeless", action="store_true", help="shuffle the draft's weights: nothing that it proposes is right")
     drafts.add_argument("--mixed", action="store_true", help="change the proposals for every second request: they are wrong")
@@ -278,6 +283,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         for name in names:
             if getattr(given, name) is not None:
                 raise ValueError(f"--{name.replace('_', '-')} is not allowed with --first-steps: it would have no effect")
+    if args.plot is not None:
+        check_plot(args.plot)
     args.waves = args.waves or (2 if args.mixed else 1)
     if args.draft_model is None:
         raise ValueError(f"--model {args.model} needs a draft: give --draft-model")
