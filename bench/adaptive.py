@@ -40,7 +40,7 @@ from titan.bench.side_by_side import OwnTime, Steps, run_side_by_side
 from titan.bench.turns import Turns, log
 from titan.bench.workloads import Lengths, Workload, take_workload
 from titan.core.dtypes import RUN_DTYPES
-from titan.core.options import EngineConfig
+from titan.core.options import EngineConfig, SpeculationOptions, draft_tree_of
 from titan.draft.base import Drafter
 from titan.draft.draft_model import DraftModelDrafter
 from titan.draft.ngram import NgramDrafter
@@ -48,7 +48,7 @@ from titan.draft.registry import open_drafter
 from titan.engine import Engine
 
 OFF, FIXED, ADAPTIVE = "off", "fixed", "adaptive"
-"""Settings; the second is followed by a number of draft tokens."""
+"""Settings; the second is followed by a number of draft tokens, and perhaps by a shape of the draft tree."""
 ALL = "all"
 """Label of the geometric mean over all numbers of requests at once, setting by setting."""
 GAIN, SHARE = "x off", "x best fixed"
@@ -64,7 +64,8 @@ COLUMNS = {
 NUM_RESAMPLES = 10_000
 MIN_ROUNDS = 6
 """From which there are intervals: the range of five values holds their median with less than 95 %."""
-QUICK = {"concurrency": [1, 8], "fixed": [2, 6], "output_len": 48, "rounds": 3}
+FIXED_HELP = "fixed numbers of draft tokens, perhaps with a draft tree, such as 6,tree=dynamic (default: 1 2 4 6)"
+QUICK = {"concurrency": [1, 8], "fixed": ["2", "6"], "output_len": 48, "rounds": 3}
 
 
 class AdaptiveBench:
@@ -83,7 +84,7 @@ class AdaptiveBench:
         self.problems: list[str] = []
         self.settings: dict[str, dict[str, Any]] = {OFF: {"speculation": "off"}}
         if not args.first_steps:
-            self.settings |= {f"{FIXED} {each}": {"speculation": "fixed", "max_draft_tokens": each} for each in args.fixed}
+            self.settings |= {f"{FIXED} {each}": fixed_options(each) for each in args.fixed}
         self.settings[ADAPTIVE] = {}
         longest_step = 1 + EngineConfig().speculation.max_draft_tokens
         self._output_len = args.first_steps * longest_step + 1 if args.first_steps else args.output_len
@@ -140,7 +141,8 @@ class AdaptiveBench:
                 raise ValueError(f"--hopeless needs a draft with the target's tokens: those of --draft-model {draft} are others")
             shuffled = load_shuffled(draft, args.dtype, args.draft_weight_bits, self._backend, args.seed)
             self._drafts[draft] = LoadedDraft(shuffled)
-        recipe = DraftRecipe(draft, draft, num_tokens=engine.config.speculation.max_draft_tokens)
+        options = engine.config.speculation
+        recipe = DraftRecipe(draft, draft, tree=options.draft_tree, num_tokens=options.max_draft_tokens)
         drafter = recipe.make_drafter(engine, self._drafts)
         if not args.mixed:
             return drafter
@@ -251,6 +253,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         log(f"written: {args.plot}")
 
 
+def fixed_options(setting: str) -> dict[str, Any]:
+    """Return the engine's options of a number of draft tokens, which may have a shape behind it."""
+    number, _, tree = setting.partition(",tree=")
+    return {"speculation": FIXED, "max_draft_tokens": positive(number), "draft_tree": draft_tree_of(tree or "auto")}
+
+
+def fixed_setting(text: str) -> str:
+    """Check a number of draft tokens, which may have a shape behind it, by the engine's own rules, as a type of `argparse`."""
+    try:
+        SpeculationOptions(**fixed_options(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line.
 
@@ -265,7 +282,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", choices=list(RUN_DTYPES), default="bfloat16")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:N (default: %(default)s)")
     add("--concurrency", nargs="+", type=positive, default=[1, 8, 32], help="requests at once (default: 1 8 32)")
-    add("--fixed", nargs="+", type=positive, default=[1, 2, 4, 6], help="fixed numbers of draft tokens (default: 1 2 4 6)")
+    add("--fixed", nargs="+", type=fixed_setting, default=["1", "2", "4", "6"], help=FIXED_HELP)
     add("--prompts", default="auto", help="auto, code, prose, chat, json or synthetic (default: %(default)s)")
     add("--prompt-len", type=Lengths.parse, default=Lengths(64, 64), help="tokens, or 16-512 for a mix (default: %(default)s)")
     add("--output-len", type=positive, default=128, help="tokens (default: %(default)s)")

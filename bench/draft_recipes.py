@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -41,7 +42,7 @@ class DraftRecipe:
     name: str  # for people
     model: str  # "demo", a folder, a hub id, "ngram" or another registered name, or "truncated:N"
     num_layers: int | None = None  # the draft is so many first layers of the target
-    tree: str | tuple[int, ...] = "auto"
+    tree: str | Sequence[int] = "auto"
     num_tokens: int = 4
     sampling: str = "auto"
 

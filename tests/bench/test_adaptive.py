@@ -65,6 +65,27 @@ def test_every_setting_gives_a_row(zoo: Zoo, tmp_path: Path) -> None:
         assert sum("x best fixed" in rows[at_once, setting] for setting in settings) == 3
 
 
+def test_a_fixed_setting_may_have_a_shape(zoo: Zoo) -> None:
+    engines = AdaptiveBench(parse_arguments(options(zoo, "--fixed", "3", "3,tree=-1,-1,0")))._engines
+    for setting, shape in {"fixed 3": "auto", "fixed 3,tree=-1,-1,0": (-1, -1, 0), "adaptive": "auto"}.items():
+        drafter = engines[setting].drafter
+        assert isinstance(drafter, DraftModelDrafter) and drafter.context.draft_tree == shape
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("0", "0 is not allowed: it must be an integer of at least 1"),
+        ("64", "max_draft_tokens=64 is not allowed: it must be an integer from 1 to 63"),
+        ("2,tree=-1,0,0", "draft_tree=(-1, 0, 0) has 3 nodes"),
+    ],
+)
+def test_a_fixed_setting_that_no_engine_would_take_is_refused(value: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_arguments(["--fixed", value])
+    assert f"argument --fixed: {message}" in capsys.readouterr().err
+
+
 def test_each_run_has_its_kv_cache_in_another_place(zoo: Zoo) -> None:
     bench = AdaptiveBench(parse_arguments(options(zoo, *SIZES)))
     before, after = ([each.kv.tensors["target"].groups[0] for each in bench._engines.values()] for _ in bench.run())
