@@ -59,7 +59,7 @@ COLUMNS = {
     "nodes/step": ".2f",
     "tokens/step": ".2f",
     "ms/step": "±.2f",
-    "prepare": ".1%",
+    "adapt": ".1%",
 }
 NUM_RESAMPLES = 10_000
 MIN_ROUNDS = 6
@@ -161,8 +161,8 @@ class AdaptiveBench:
             f"{GAIN}, {SHARE}: median over the rounds of the ratio within a round, and its 95 % bootstrap interval, of fewer than "
             f"{MIN_ROUNDS} rounds their range; the best fixed setting is the one with the most tokens/s there. {ALL}: geometric "
             f"mean over the requests at once, so that {SHARE} is that of the best single one. nodes/step: draft tokens verified "
-            "per request and step; tokens/step: emitted. prepare: share of decode steps; what it is more than without drafts, the "
-            "controller takes.",
+            "per request and step; tokens/step: emitted. adapt: share of decode steps that deciding and "
+            "learning take.",
         ]
         results: dict[str, Sequence[Row | Sample]] = {"rows": rows, "samples": samples}
         tables = [figure_table("Tokens/s", rows, ["at once", "setting"], COLUMNS)]

@@ -44,7 +44,7 @@ class TimedSteps:
             "draft": draft / whole,
             "target": target / whole,
             "trees, batch, acceptance": (speculation - draft) / whole,
-            "prepare": sum(each.prepare for each in self.decodes) / whole,
+            "adapt": sum(each.adapt for each in self.decodes) / whole,
             "ms/target pass": 1e3 * target / num_steps,
         }
         if num_passes:

@@ -158,7 +158,7 @@ class Fixed:
         num_nodes = [min(count, each.max_nodes) for count, each in zip(counts, load.candidates, strict=True)]
         return Decision(num_nodes, num_nodes, [None] * n)
 
-    def repeat_rest(self, num_steps: int) -> None:
+    def repeat_rest(self, num_steps: int, seconds: float) -> None:
         raise NotImplementedError
 
     def observe(self, outcome: Outcome) -> None:
@@ -241,7 +241,7 @@ class Fleet:
                 text.advance(1, False, self.rng)
             outcome = Outcome(0, 0, 0, 0, seconds, 0.0, target_seconds)
             if is_repeat:
-                self.repeats.note_rest()
+                self.repeats.note_rest(seconds)
             else:
                 policy.observe_rest(load, n, outcome)
             return n, seconds, 0

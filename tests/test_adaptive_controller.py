@@ -13,7 +13,7 @@ from adaptive_simulator import MACHINES, Fixed, Fleet, Machine, Policy, Text, co
 from adaptive_traffic import against_off
 
 from titan.adaptive.controller import IDLE_FADE, PLAIN_GAIN, PLAIN_STEPS, Controller
-from titan.adaptive.costs import Costs
+from titan.adaptive.costs import COLD_PLAIN_STEPS, Costs
 from titan.adaptive.load import Candidate, Load, Outcome
 from titan.adaptive.optimum import DEBT_STEPS, Prices, best
 from titan.adaptive.pass_cost import PassCost
@@ -119,7 +119,7 @@ def adapts_after(
     honesty: float = 1.0,
     early: bool | None = None,
 ) -> float:
-    """Steps until half of the way is made to the nodes per step that are drafted when nothing changes."""
+    """Steps until half of the way is made to the nodes per step that are drafted when nothing changes, in the mean of eight."""
     stops_early = not machine.is_padded if early is None else early
 
     def fleet(acceptance: float, seed: int) -> Fleet:
@@ -134,7 +134,7 @@ def adapts_after(
             text.acceptance = after
         nodes = np.convolve(changing.run(policy, 160).nodes, np.ones(8) / 8, "valid")
         met = nodes > np.mean(wanted) if after > before else nodes < np.mean(wanted)
-        steps.append(int(met.argmax()) if met.any() and wanted[0] != wanted[1] else 300)
+        steps.append(int(met.argmax()) + 4 if met.any() and wanted[0] != wanted[1] else 300)
     return float(np.median(steps))
 
 
@@ -376,7 +376,7 @@ def test_what_rests_cost_is_followed_and_drafts_of_before_count_less() -> None:
             before, drafts_before, num_rests = controller.costs.plain_seconds(load), load.candidates[0].counts.num_drafts, 0
         if controller.num_repeats:
             controller.num_repeats -= 1
-            controller.repeat_rest(1)
+            controller.repeat_rest(1, (usual if step < 100 else slow).seconds)
             num_rests += 1
         elif controller.rest(8, 8):
             num_rests += 1
@@ -417,7 +417,7 @@ def test_steps_like_a_rest_pass_until_something_changes_or_a_probe_is_due() -> N
         is_changed, was_due = step % 50 == 49, controller.is_probe_due  # then there is a prompt, too
         if not is_changed and controller.num_repeats:
             controller.num_repeats -= 1
-            controller.repeat_rest(1)
+            controller.repeat_rest(1, usual.seconds)
             assert not was_due
             found["repeats"] += 1
             num_rested += 1
@@ -435,6 +435,25 @@ def test_steps_like_a_rest_pass_until_something_changes_or_a_probe_is_due() -> N
             controller.observe(spent)
             found["probes" if decision.is_probe else "decides"] += 1
     assert found["repeats"] > 3 * found["rests"] > 0 < found["probes"] < 40 and found["decides"]
+
+
+@pytest.mark.parametrize("slowness", [1.0, 1.05])
+def test_rests_right_after_a_probe_are_repeated_and_what_their_cold_caches_cost_is_owed(slowness: float) -> None:
+    controller, usual = controller_of(DEMO), Outcome(0, 0, 0, 0, DEMO.host(8, 0) + DEMO.target(8, 800), 0.0, DEMO.target(8, 800))
+    load = Load([Candidate(counts(0.1, 20.0), 6, 2, 256, True) for _ in range(8)], 8, 800)
+    while not controller.choose(load).is_probe:
+        controller.observe(usual)
+    controller.observe(usual._replace(num_nodes=1, seconds=1.5 * usual.seconds))
+    while not controller.rest(8, 8):
+        controller.choose(load)
+        controller.observe(usual)
+    controller.observe_rest(Load((), 8, 800), 8, usual)
+    num_steps, before = controller.num_repeats, controller._probes.credit
+    assert 1 <= num_steps < COLD_PLAIN_STEPS
+    controller.repeat_rest(num_steps, num_steps * slowness * usual.seconds)
+    earned, lost = PROBE_SHARE * slowness * usual.seconds, slowness * usual.seconds - controller.costs.plain_seconds(load)
+    assert controller._probes.credit - before == pytest.approx(num_steps * (earned - max(0.0, lost)), abs=0.01 * usual.seconds)
+    assert slowness == 1.0 or lost > 0.02 * usual.seconds
 
 
 def repeat(controller: Controller, *outcomes: Outcome) -> None:
@@ -663,7 +682,7 @@ def test_drafting_ends_where_it_brings_less_than_was_planned(share: float, tells
         if is_repeated := controller.num_repeats > 0:
             if not controller.optimum.drafts:
                 controller.num_repeats -= 1
-                controller.repeat_rest(1)
+                controller.repeat_rest(1, plain.seconds)
                 continue
         elif controller.rest(4, 4):
             controller.observe_rest(Load((), 4, 400), 4, plain)
@@ -785,6 +804,17 @@ def test_what_probes_cost_is_owed_in_full() -> None:
     for _ in range(5):
         probes.observe(3.0, 1.0, 0, 1, is_probe=True)
     assert probes.credit < -8
+
+
+def test_what_cold_caches_cost_after_a_probe_is_owed_also_where_nobody_looked() -> None:
+    """Five steps after one take a fifth longer than usual; the times of some of them come as a sum."""
+    one_by_one, together = (Probes(price=100.0, num_cold=5) for _ in range(2))
+    for step in range(8):
+        one_by_one.observe(1.2 if step < 5 else 1.0, 1.0, None, 1)
+    for seconds, num_steps in ((1.2, 1), (4.8, 4), (3.0, 3)):
+        together.observe(seconds, 1.0, None, 1, num_steps=num_steps)
+    for probes in (one_by_one, together):
+        assert probes.credit == pytest.approx(9 * PROBE_SHARE - 5 * 0.2) and not probes.num_cold
 
 
 def test_a_price_that_rises_a_little_puts_off_no_probe() -> None:

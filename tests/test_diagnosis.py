@@ -167,7 +167,7 @@ def test_passes_of_prompts_are_the_targets_time_whenever_they_are_waited_for(zoo
     with step_times(engine) as timed:
         drain(engine)
     assert [each.target for each in timed.steps[:2]] == [0, 0] and [each.backlog for each in timed.steps] == [0, 0.01, 0.01, 0]
-    assert not any(each.prepare for each in timed.steps) and timed.steps[2].recurring < timed.steps[2].whole
+    assert not any(each.adapt or each.clear for each in timed.steps) and timed.steps[2].recurring < timed.steps[2].whole
     assert engine.metrics().recent.busy_share >= 1
 
 

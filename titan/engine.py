@@ -178,9 +178,10 @@ class Engine:
             watch.times.schedule += watch.lap()
             if adaptive is not None:
                 adaptive.decide(plan)
+            watch.times.adapt += watch.lap()
             changed = self._run(plan, watch)
         self.counters.num_steps += 1
-        watch.times.prepare += watch.lap()
+        watch.times.adapt += watch.lap()
         self._log.note(watch.last, watch.times, plan.shortage)
         return [*expired, *changed]
 
@@ -222,7 +223,7 @@ class Engine:
         """Draft, run the target and verify; before the commit, this can be repeated with fewer rows."""
         timer = self._timer
         self.kv.clear_new_blocks()
-        watch.times.prepare += watch.lap()  # timed as `prepare`: most steps reserve no new block
+        watch.times.clear += watch.lap()
         timer.start(plan, watch)
         trees, report = self.drafting.propose(plan), self.drafting.review(plan)
         timer.mark()

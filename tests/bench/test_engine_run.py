@@ -210,7 +210,7 @@ def test_parts_of_a_step_add_up_and_each_pass_of_a_chain_counts_also_if_all_are_
 @pytest.mark.parametrize("growing", [6.0, None])
 def test_parts_of_a_step_are_what_its_times_say(growing: float | None) -> None:
     """Two steps of 45 seconds, of which the draft takes 8, and growing trees ``growing``, or an unknown part."""
-    step = StepTimes(schedule=1, prepare=2, backlog=3, draft=8, inputs=4, target=16, verify=5, commit=6)
+    step = StepTimes(schedule=1, adapt=1.5, clear=0.5, backlog=3, draft=8, inputs=4, target=16, verify=5, commit=6)
     growth = GrowthReport(num_passes=4, num_rows=8, seconds=growing, first_scores=np.zeros(2, np.float32))
     found = TimedSteps([step] * 3, [step] * 2, [growth] * 2).figures
     in_draft = growing or 8
@@ -220,7 +220,7 @@ def test_parts_of_a_step_are_what_its_times_say(growing: float | None) -> None:
             "host": (45 - 3 - 16 - in_draft) / 45,
             "draft": in_draft / 45,
             "target": (3 + 16) / 45,
-            "prepare": 2 / 45,
+            "adapt": 1.5 / 45,
             "trees, batch, acceptance": (8 + 4 + 5 - in_draft) / 45,
             "ms/target pass": 19e3,
             "draft passes": 4,

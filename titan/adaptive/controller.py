@@ -36,10 +36,13 @@ PRIOR = AcceptanceCounts(num_accepted=2.1, num_expected=3.0, confidence=0.6, num
 """What is known of drafts before there is one."""
 
 REST_STEPS = 16
-"""Steps without a decision of which one, the first, tells what they cost; in the others, nothing is done at all."""
+"""Steps without a decision of which one, the first, tells what they cost; of the others, only the time counts."""
 
 IDLE_FADE = 0.975
 """Share that counts keep of a request's drafts per step in which it does not draft, and of all drafts if none does."""
+
+LACKING_FADE = 1 / 4
+"""Share that counts keep of all drafts where drafts bring much less than they did: most of them are of before that."""
 
 NUM_PLAIN = COLD_PLAIN_STEPS + 2
 """Steps in a row between drafts that are plain, to see what such steps cost."""
@@ -101,7 +104,7 @@ class Controller:
         self._has_compared = False  # in the last decision
         self.num_repeats = 0  # next steps of the same requests, one token each, that may do as the last one, unlooked at
         self._num_rested = 0  # steps since anything was decided
-        self._rest_seconds = 0.0  # that each step like the last rest is taken to last
+        self._rest: tuple[float, int] = 0.0, 0  # seconds that the last one was expected to take, and its requests
         self._num_since_plain = 0  # steps since one was plain; below 0: plain ones still to come
         self._plain_after = 0.0  # such steps after which one is to be plain again
         self._estimates = estimate(self.fleet, self.past, (AcceptanceCounts(),))
@@ -141,16 +144,17 @@ class Controller:
         self.costs.note_plain(load, num_requests, outcome)
         plain_seconds = self.costs.plain_seconds(load, num_requests)
         self._probes.observe(outcome.seconds, plain_seconds, None, num_requests)
-        if load.num_rows == num_requests and not self._probes.num_cold:
-            most = max(0, min(REST_STEPS - 1, self._standing.num_left))
-            self.num_repeats, self._rest_seconds = self._probes.num_steps_until_due(plain_seconds, most), plain_seconds
+        if load.num_rows == num_requests:
+            most = max(0, min(REST_STEPS - 1, self._standing.num_left, self._probes.num_cold or REST_STEPS))
+            self.num_repeats, self._rest = self._probes.num_steps_until_due(plain_seconds, most), (plain_seconds, num_requests)
 
-    def repeat_rest(self, num_steps: int) -> None:
-        """Take note of steps like the last rest, which are taken to have been as long as that; at most as many as may be."""
+    def repeat_rest(self, num_steps: int, seconds: float) -> None:
+        """Take note of steps like the last rest, at most as many as may be, and of how long they took in all."""
+        plain_seconds, num_requests = self._rest
         self._standing.pass_steps(num_steps)
         self._num_rested += num_steps
         self.costs.pass_plain(num_steps)
-        self._probes.add_time(num_steps * self._rest_seconds, num_steps)
+        self._probes.observe(seconds, plain_seconds, None, num_requests, num_steps=num_steps)
 
     def choose(self, load: Load, *, has_room: bool = True) -> Decision:
         """Decide what the candidates of a step draft.
@@ -288,7 +292,8 @@ class Controller:
     def note_repeat(self, outcome: Outcome) -> None:
         """Take note of a step that drafted as the last one that was decided, which is the first of these; it may be the last."""
         self._alike.append(outcome)
-        self._standing.note_drafts(outcome.num_accepted)
+        if self._standing.note_drafts(outcome.num_accepted):
+            self._forget(self._load.candidates, LACKING_FADE)
         if self._standing.num_left <= 0 or not outcome.num_nodes:
             self.num_repeats = 0
 
@@ -364,10 +369,14 @@ class Controller:
     def _idle(self, candidates: Sequence[Candidate], num_steps: int) -> None:
         """Let drafts count less after steps without any."""
         fade = IDLE_FADE**num_steps
-        for each in candidates:
-            each.counts.fade(fade)
-        self.fleet.fade(fade, LEAST_DRAFTS)
+        self._forget(candidates, fade)
         self.drafting_yield.fade(num_steps)
+
+    def _forget(self, candidates: Sequence[Candidate], share: float) -> None:
+        """Let the drafts of these and of all count for this share of what they did."""
+        for each in candidates:
+            each.counts.fade(share)
+        self.fleet.fade(share, LEAST_DRAFTS)
 
 
 def _are_same(these: Sequence[object], those: Sequence[object]) -> bool:

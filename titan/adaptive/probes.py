@@ -119,7 +119,7 @@ class Probes:
         Args:
             seconds: of the steps, with deciding on them.
             plain_seconds: that each would have taken without drafts.
-            num_accepted: drafted tokens that were accepted; ``None``: nothing was drafted or reviewed, in a single step.
+            num_accepted: drafted tokens that were accepted; ``None``: nothing was drafted or reviewed.
             num_requests: that emitted tokens.
             is_probe: whether a probe was all that there was; what drafting loses that seemed to pay is not owed without end.
             num_steps: number of the steps.
@@ -128,8 +128,8 @@ class Probes:
         before = self.credit
         if num_accepted is None:
             if self.num_cold:
-                self.credit -= max(0.0, min(seconds, 2 * plain_seconds) - plain_seconds)
-                self.num_cold -= 1
+                self.credit -= num_steps * max(0.0, min(seconds / num_steps, 2 * plain_seconds) - plain_seconds)
+                self.num_cold = max(0, self.num_cold - num_steps)
         else:
             self.num_cold = COLD_PLAIN_STEPS
             saved = (num_steps + num_accepted / num_requests) * plain_seconds - seconds

@@ -11,8 +11,8 @@ class Listener(Protocol):
 
     num_repeats: int  # next steps that may do as the last one, if they are of the same requests
 
-    def repeat_rest(self, num_steps: int) -> None:
-        """Hear of steps like the last rest."""
+    def repeat_rest(self, num_steps: int, seconds: float) -> None:
+        """Hear of steps like the last rest, and how long they took in all."""
 
 
 @dataclass(slots=True)
@@ -25,6 +25,7 @@ class Repeats:
     controller: Listener
     is_repeat: bool = False  # whether the present step is one
     _num_rested: int = 0
+    _rest_seconds: float = 0.0  # of these steps
 
     def begin(self, is_alike: bool) -> bool:
         """Return whether a step repeats the last decision, and need not be decided.
@@ -36,10 +37,11 @@ class Repeats:
         if self.is_repeat:
             self.controller.num_repeats -= 1
         elif self._num_rested:
-            self.controller.repeat_rest(self._num_rested)
-            self._num_rested = 0
+            self.controller.repeat_rest(self._num_rested, self._rest_seconds)
+            self._num_rested, self._rest_seconds = 0, 0.0
         return self.is_repeat
 
-    def note_rest(self) -> None:
+    def note_rest(self, seconds: float) -> None:
         """Note a repeated step in which the controller rests."""
         self._num_rested += 1
+        self._rest_seconds += seconds

@@ -119,14 +119,14 @@ class AdaptiveSpeculation:
             for i in self._rows:
                 plan.requests[i].draft_history.tokens_per_step.note(1 + len(acceptance.paths[i]))
         if self._repeats.is_repeat and self._decision is RESTING:
-            self._repeats.note_rest()
+            self._repeats.note_rest(times.recurring)
             return
         draft_seconds, passes = 0.0, (0, 0)  # drafting of which no passes are known is a part of the host
         if (growth := acceptance.trees.growth) is not None:
             draft_seconds = times.draft if growth.seconds is None else growth.seconds
             passes = growth.num_passes, growth.num_rows
         num_nodes, num_accepted = acceptance.trees.num_nodes, sum(map(len, acceptance.paths))
-        seconds = (times.recurring, draft_seconds, times.target, times.prepare)
+        seconds = (times.recurring, draft_seconds, times.target, times.adapt)
         outcome = Outcome(num_nodes, num_accepted, *passes, *seconds, report.num_rows, report.seconds)
         if self._repeats.is_repeat:
             self.controller.note_repeat(outcome)

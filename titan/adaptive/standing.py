@@ -64,14 +64,20 @@ class Standing:
         """Let the outcome stand no longer."""
         self.num_left = 0
 
-    def note_drafts(self, num_accepted: float) -> None:
-        """Add what drafts brought in a step as planned. If it is much less than it was, the outcome stands no longer."""
+    def note_drafts(self, num_accepted: float) -> bool:
+        """Add what drafts brought in a step as planned. If it is much less than it was, the outcome stands no longer.
+
+        Returns:
+            Whether that is so.
+        """
         self._brought += num_accepted
         self._num_brought += 1
         if self._usual:
             self._lack = max(0.0, self._lack + self._usual / 2 - num_accepted)
             if self._lack > LACK * (1 + self._usual):
-                self.num_left, self._dwell = 0, DWELL // 2
+                self.num_left, self._dwell, self._usual = 0, DWELL // 2, 0.0
+                return True
+        return False
 
     def renew(self, load: Load, planned: Sequence[int], num_drafts: float, plain_seconds: float) -> None:
         """Begin anew.

@@ -135,7 +135,7 @@ def _split(times: Sequence[StepTimes], whole_s: float) -> StepSplit:
         draft=ratio(sum([each.draft for each in times]), whole_s),
         target=ratio(sum([each.backlog + each.target for each in times]), whole_s),
         verify=ratio(sum([each.verify for each in times]), whole_s),
-        rest=ratio(sum([each.prepare + each.inputs + each.commit for each in times]), whole_s),
+        rest=ratio(sum([each.adapt + each.clear + each.inputs + each.commit for each in times]), whole_s),
     )
 
 

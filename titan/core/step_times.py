@@ -11,7 +11,8 @@ class StepTimes:
     """Seconds of the parts of a step."""
 
     schedule: float = 0.0
-    prepare: float = 0.0  # irregular work: deciding drafts, clearing new blocks, updating estimates
+    adapt: float = 0.0  # irregular work: deciding what is drafted, and learning from the step
+    clear: float = 0.0  # irregular work: clearing new blocks
     backlog: float = 0.0  # waiting for passes that earlier steps, of prompts alone without logprobs, left to the device
     draft: float = 0.0
     inputs: float = 0.0  # building the batch of the target's pass
@@ -27,11 +28,11 @@ class StepTimes:
 
     @property
     def whole(self) -> float:
-        return self.recurring + self.prepare + self.backlog
+        return self.recurring + self.adapt + self.clear + self.backlog
 
     @property
     def recurring(self) -> float:
-        """Seconds of the parts that every step has: all but `prepare` and `backlog`."""
+        """Seconds of the parts that every step has: all but `adapt`, `clear` and `backlog`."""
         return self.schedule + self.draft + self.inputs + self.target + self.verify + self.commit
 
 
