@@ -181,7 +181,7 @@ class Engine:
             watch.times.adapt += watch.lap()
             changed = self._run(plan, watch)
         self.counters.num_steps += 1
-        watch.times.adapt += watch.lap()
+        watch.times.commit += watch.lap()
         self._log.note(watch.last, watch.times, plan.shortage)
         return [*expired, *changed]
 
@@ -252,6 +252,7 @@ class Engine:
             return changed
         if adaptive is not None:
             adaptive.observe(plan, acceptance, report, times)
+            times.adapt += watch.lap()
         if self._pace is not None and not plan.reviews:  # steps that review are not typical
             num_emitting = sum(map(bool, acceptance.token_ids))
             self._pace.note(plan, num_emitting, acceptance.trees.num_nodes, times.recurring, times.target)
