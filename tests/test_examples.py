@@ -9,6 +9,7 @@ import re
 import runpy
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from http.client import HTTPConnection
 from math import exp, log
 from pathlib import Path
@@ -46,8 +47,21 @@ SHOWN = {
 """What each script prints."""
 
 
+def generate_less(llm: LLM, prompts: Any, params: SamplingParams, **options: Any) -> Any:
+    """Of the first three prompts, 40 tokens each: enough for all that a script shows."""
+    few = prompts if isinstance(prompts, str) else prompts[:3]
+    return GENERATE(llm, few, replace(params, max_tokens=min(params.max_tokens or 40, 40)), **options)
+
+
+GENERATE = LLM.generate
+WHOLE = ("generate", "scheduling_policy")
+"""Scripts whose numbers of tokens are looked at."""
+
+
 @pytest.mark.parametrize("name", SHOWN)
-def test_the_script_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_script_runs(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    if name not in WHOLE:
+        monkeypatch.setattr(LLM, "generate", generate_less)
     runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
     assert re.search(SHOWN[name], capsys.readouterr().out)
 
@@ -60,9 +74,9 @@ def test_two_chains_change_how_many_tokens_come_and_not_which() -> None:
     two_chains = runpy.run_path(str(ROOT / "examples" / "tree_policy.py"))["TwoChains"]
     llm, prompts = LLM("demo", draft_model="demo", dtype="float32", speculation="fixed"), [PROMPT, "import os\n"]
     llm.engine.drafter.policy = two_chains("chain", "auto", 6)  # type: ignore[attr-defined]
-    plain = llm.generate(prompts, greedy(64, use_speculative=False), use_tqdm=False)
+    plain = llm.generate(prompts, greedy(32, use_speculative=False), use_tqdm=False)
     for max_draft_tokens in (1, 5, 6):
-        drafted = llm.generate(prompts, greedy(64, max_draft_tokens=max_draft_tokens), use_tqdm=False)
+        drafted = llm.generate(prompts, greedy(32, max_draft_tokens=max_draft_tokens), use_tqdm=False)
         assert [each.outputs for each in drafted] == [each.outputs for each in plain]
         first, *others = drafted[0].metrics.proposed_per_depth
         assert len(others) == (max_draft_tokens - 1) // 2 and first > sum(drafted[0].metrics.accepted_per_depth[:1]) > 0
@@ -71,17 +85,19 @@ def test_two_chains_change_how_many_tokens_come_and_not_which() -> None:
 
 
 def test_typical_acceptance_accepts_what_is_likely_enough_and_more_than_a_lossless_rule(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the model's own log-probabilities, which are those of p at temperature 1; at temperature 0 it changes no token."""
-    typical = runpy.run_path(str(ROOT / "examples" / "acceptance_rule.py"))["typical"]
+    with monkeypatch.context() as patch:
+        patch.setattr(LLM, "generate", generate_less)
+        typical = runpy.run_path(str(ROOT / "examples" / "acceptance_rule.py"))["typical"]
     lengths = re.findall(r"(lossless|typical) +([\d.]+) tokens per request and step", capsys.readouterr().out)
     assert [name for name, _ in lengths] == ["lossless", "typical"] and 1 < float(lengths[0][1]) < float(lengths[1][1])
 
     llm, prompts, seen = LLM("demo", draft_model="demo", dtype="float32", speculation="fixed"), [PROMPT, "import os\n"], [0, 0]
     llm.engine.backend.trees = RuledTrees(llm.engine.backend, typical)
-    plain = llm.generate(prompts, greedy(64, use_speculative=False), use_tqdm=False)
-    drafted = llm.generate(prompts, greedy(64), use_tqdm=False)
+    plain = llm.generate(prompts, greedy(32, use_speculative=False), use_tqdm=False)
+    drafted = llm.generate(prompts, greedy(32), use_tqdm=False)
     assert [each.outputs for each in drafted] == [each.outputs for each in plain]
     assert sum(each.metrics.num_accepted_tokens for each in drafted) > 20
 
@@ -99,7 +115,7 @@ def test_typical_acceptance_accepts_what_is_likely_enough_and_more_than_a_lossle
                 seen[accepted is None] += bool(likely)
 
     llm.engine.observers.append(look)
-    llm.generate(prompts, SamplingParams(max_tokens=48, logprobs=-1, ignore_eos=True), use_tqdm=False)
+    llm.generate(prompts, SamplingParams(max_tokens=32, logprobs=-1, ignore_eos=True), use_tqdm=False)
     assert min(seen) > 10
 
 
