@@ -33,6 +33,8 @@ LONG = (
     *(f"while_an_engine_serves[llama-options{i}-chunked_tokens0]" for i in (2, 5, 7, 12)),
     *("what_was_recorded_before[sampled]", "nothing_can_be_sampled[shape0]", "no_greedy_output[triton", "have_proposed[triton"),
     *(f"targets_distribution[{each}]" for each in ("cuts-dynamic", "all-most likely", "all-chain", "all-auto")),
+    *(f"targets_distribution[{each}-shape]" for each in ("hot", "min_p", "presence_frequency", "logit_bias", "processor")),
+    "targets_distribution[min_tokens-shape]",
     *("is_judged[lossless]", "flat_q-hot-chain-torch", "the_sampled_tokens[None-0]"),
     *("without_valid_kv[qwen2-", "without_valid_kv[llama3_rope", "replayed_together[granite_swa]", "on_pytorch[chain-sampled"),
     *(f"on_the_clock[own seed-{each}]" for each in ("constant", "jumping")),

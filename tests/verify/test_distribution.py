@@ -48,6 +48,7 @@ VOCAB_SIZE = 8
 LENGTH = 3
 MORE = 3  # tokens behind those that are looked at, so that the first trees have nodes to branch
 NUM_SEQUENCES = 2000
+NUM_ON_PYTORCH = 700  # whose rules take long: the p-value of `no_residual` is then 1e-8
 PROMPT = [3, 6, 1, 1, 5]
 STOP = 4
 
@@ -118,14 +119,20 @@ def sample(
     """
     choice = {"draft_sampling": "sampled"} | PROPOSALS[proposal] if isinstance(proposal, str) else {}
     pool: dict[str, Any] = {"max_batch_size": 128, "block_size": 8, "num_kv_blocks": 300, "max_waiting_requests": num_sequences}
+    pool["enable_prefix_caching"] = False  # no block of the prompt is full
     drafter = (draft if target else zoo.path(draft)) if isinstance(proposal, str) else proposal
     engine = make_engine(target or zoo.path("eight"), drafter, backend=backend, seed=5, **pool | choice | options)
     watch(engine)
     seeds = [seed if seed_every and seed % seed_every == 0 else None for seed in range(num_sequences)]
-    params = [SamplingParams(max_tokens=LENGTH + MORE, seed=seed, ignore_eos=True, **SAMPLINGS[sampling]) for seed in seeds]
+    params = [params_of(sampling, seed) for seed in seeds]
     outputs = run_all(engine, [PROMPT] * num_sequences, params, before_step=lambda _: end_what_is_long_enough(engine))
     metrics = engine.metrics()
     return Sampled([output[:LENGTH] for output in outputs], metrics.accepted_per_depth, metrics.proposed_per_depth)
+
+
+@cache
+def params_of(sampling: str, seed: int | None) -> SamplingParams:
+    return SamplingParams(max_tokens=LENGTH + MORE, seed=seed, ignore_eos=True, **SAMPLINGS[sampling])
 
 
 def end_what_is_long_enough(engine: Engine) -> None:
@@ -136,13 +143,18 @@ def end_what_is_long_enough(engine: Engine) -> None:
 
 
 @cache
+def exact_logits(zoo: Zoo, output: tuple[int, ...]) -> Tensor:
+    return reference_logits(zoo.model("eight"), [*PROMPT, *output])[-1]
+
+
+@cache
 def exact_probs(zoo: Zoo, sampling: str | None) -> NDArray[np.float64]:
     """Probability of each sequence, in lexical order, token by token; `None`: without options."""
     params = SamplingParams(max_tokens=LENGTH + MORE, **SAMPLINGS[sampling] if sampling else {})
 
     @cache
     def next_probs(output: tuple[int, ...]) -> Tensor:
-        logits = reference_logits(zoo.model("eight"), [*PROMPT, *output])[-1].double()
+        logits = exact_logits(zoo, output).double()
         return slow_probs(slow_transform(logits, params, PROMPT, output, params.stop_token_ids or ()), params)
 
     sequences = product(range(VOCAB_SIZE), repeat=LENGTH)
@@ -182,7 +194,7 @@ def test_speculation_keeps_the_targets_distribution(zoo: Zoo, sampling: str, pro
 @pytest.mark.parametrize(("proposal", "back_end"), [("chain", "torch"), ("shape", "torch"), ("dynamic", "cpu")])
 def test_drafts_of_a_poor_model_keep_the_distribution_too(zoo: Zoo, proposal: str, back_end: str) -> None:
     """Of requests without seeds."""
-    backend, num_sequences = make_back_end(back_end), NUM_SEQUENCES // 2 if back_end == "torch" else NUM_SEQUENCES
+    backend, num_sequences = make_back_end(back_end), NUM_ON_PYTORCH if back_end == "torch" else NUM_SEQUENCES
     sampled = sample(zoo, "cuts", proposal, num_sequences, draft="eight_other", seed_every=0, backend=backend)
     assert sampled.accepted_per_depth[0] < 0.65 * sampled.proposed_per_depth[0], "residuals are sampled from"
     assert p_value(zoo, sampled, "cuts") > 1e-3
@@ -206,8 +218,9 @@ OTHER_VOCABULARY = [("hot", "auto", "cpu"), ("hot", "shape", "cpu"), ("cuts", "d
 def test_drafts_of_another_vocabulary_keep_the_distribution_too(
     zoo: Zoo, letters: dict[str, Any], sampling: str, proposal: str, back_end: str
 ) -> None:
-    sampled = sample(zoo, sampling, proposal, NUM_SEQUENCES // 2, backend=make_back_end(back_end), **letters)
-    assert 200 < sampled.accepted_per_depth[0] < 0.65 * sampled.proposed_per_depth[0]
+    num_sequences = NUM_ON_PYTORCH if back_end == "torch" else NUM_SEQUENCES // 2
+    sampled = sample(zoo, sampling, proposal, num_sequences, backend=make_back_end(back_end), **letters)
+    assert 150 < sampled.accepted_per_depth[0] < 0.65 * sampled.proposed_per_depth[0]
     assert p_value(zoo, sampled, sampling) > 1e-3
 
 
@@ -268,9 +281,9 @@ def test_how_much_is_drafted_may_depend_on_anything_but_the_sampled_tokens(
         engine.observers.append(lambda _, acceptance: kinds.update(np.repeat(acceptance.trees.is_sampled, acceptance.trees.counts)))
 
     options: dict[str, Any] = {"speculation": "adaptive", "draft_sampling": "auto"}
-    sampled = sample(zoo, "cuts", "auto", 2 * NUM_SEQUENCES, watch=observe, seed_every=seed_every, **options)
-    assert kinds[True] > NUM_SEQUENCES and (kinds[False] > NUM_SEQUENCES) == (seed_every > 0)
-    assert sampled.accepted_per_depth[1] > 30 and sampled.proposed_per_depth[0] < 0.9 * 2 * NUM_SEQUENCES * (LENGTH + MORE - 1)
+    sampled = sample(zoo, "cuts", "auto", watch=observe, seed_every=seed_every, **options)
+    assert kinds[True] > NUM_SEQUENCES / 2 and (kinds[False] > NUM_SEQUENCES / 2) == (seed_every > 0)
+    assert sampled.accepted_per_depth[1] > 30 and sampled.proposed_per_depth[0] < 0.9 * NUM_SEQUENCES * (LENGTH + MORE - 1)
     assert (p_value(zoo, sampled, "cuts") > 1e-3) == (watch is None)
 
 
@@ -291,9 +304,9 @@ def test_a_rule_of_ones_own_is_judged(zoo: Zoo, rule: AcceptanceRule) -> None:
         engine.backend.trees = RuledTrees(engine.backend, rule)
         engine.drafter.policy = EXAMPLE["OwnNumbers"]("chain", "sampled", 6)  # type: ignore[attr-defined]
 
-    sampled = sample(zoo, "hot", "chain", draft="eight_other", backend=make_back_end("cpu"), watch=use)
+    sampled = sample(zoo, "hot", "chain", 1000, draft="eight_other", backend=make_back_end("cpu"), watch=use)
     assert (p_value(zoo, sampled, "hot") > 1e-3) == (rule is not first_child)
-    assert sum(sampled.accepted_per_depth) > (5500 if rule is EXAMPLE["block_verification"] else 4500)
+    assert sum(sampled.accepted_per_depth) > (2750 if rule is EXAMPLE["block_verification"] else 2250)
 
 
 def careless(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,8 +362,8 @@ def no_paths(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_chi_square_notices_mistakes(
     zoo: Zoo, mistake: Callable[..., None], sampling: str, proposal: str, back_end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend, num_sequences = make_back_end(back_end), NUM_SEQUENCES // 2 if back_end == "torch" else NUM_SEQUENCES
-    if mistake is no_paths:  # most drafted paths are short
+    backend, num_sequences = make_back_end(back_end), NUM_ON_PYTORCH if back_end == "torch" else NUM_SEQUENCES
+    if mistake is no_paths and sampling != "words":  # most drafted paths are short; impossible words show soon
         num_sequences *= 2
     mistake(backend, monkeypatch)
     drafts = Bush() if proposal == "bush" else proposal
