@@ -101,13 +101,16 @@ class Text:
     @property
     def mean(self) -> float:
         """Probability of the next draft token to be accepted, on average over such tokens."""
-        swing = 0.8 * min(self.acceptance, 1 - self.acceptance) * bool(self.stretch)
+        swing = 0.8 * min(self.acceptance, 1 - self.acceptance) if self.stretch else 0.0
         return min(max(self.acceptance + (swing if self.is_easy else -swing), 0.005), 0.995)
 
     def draw(self, mean: float, rng: np.random.Generator, *, is_confident: bool) -> tuple[float, float]:
         """Of a token: its probability to be accepted, and what the draft takes that for."""
         p = float(rng.beta(mean * self.spread, (1 - mean) * self.spread))
-        return p, min(max(p, 1e-6), 1 - 1e-6) ** self.honesty if is_confident else 1.0
+        if not is_confident:
+            return p, 1.0
+        q = min(max(p, 1e-6), 1 - 1e-6)
+        return p, q if self.honesty == 1.0 else q**self.honesty
 
     def advance(self, num_tokens: int, is_fed: bool, rng: np.random.Generator) -> None:
         """Append emitted tokens."""
@@ -254,7 +257,7 @@ class Fleet:
         worths = decision.worths
         chains, num_passes, draft_rows, draft_seconds = self._grow(most, worths, context)
         trees = [
-            [node for node in chain if worth is None or node[2] >= worth.node_price]
+            chain if worth is None else [node for node in chain if node[2] >= worth.node_price]
             for chain, worth in zip(chains, worths, strict=True)
         ]
         total = sum(map(len, trees))
@@ -268,13 +271,13 @@ class Fleet:
         emitted = 0
         for text, tree, chain in zip(texts, trees, chains, strict=True):
             length = 0
-            for counts in (text.counts, policy.fleet):
-                if chain:
-                    counts.note_draft(chain[0][1])
+            if chain:
+                text.counts.note_draft(chain[0][1])
+                policy.fleet.note_draft(chain[0][1])
             for p, q, _ in tree:
                 is_accepted = bool(self.rng.random() < p)
-                for counts in (text.counts, policy.fleet):
-                    counts.note(q, is_accepted)
+                text.counts.note(q, is_accepted)
+                policy.fleet.note(q, is_accepted)
                 if not is_accepted:
                     break
                 length += 1
@@ -320,6 +323,7 @@ class Fleet:
         chains: list[list[tuple[float, float, float]]] = [[] for _ in most]
         open_chains = [i for i, count in enumerate(most) if count]
         scores, num_passes, num_rows, seconds, per_request = [0.0] * len(most), 0, 0, 0.0, context / len(most)
+        means = [text.mean for text in self.texts] if open_chains else []
         while open_chains:
             rows = sum(self.texts[i].num_missing for i in open_chains) if not num_passes else len(open_chains)
             seconds += self._noisy(self.machine.draft(rows, per_request * len(open_chains)))
@@ -327,7 +331,7 @@ class Fleet:
             profit, going_on = 0.0, []
             for i in open_chains:
                 text = self.texts[i]
-                p, q = text.draw(text.mean, self.rng, is_confident=self.stops_early)
+                p, q = text.draw(means[i], self.rng, is_confident=self.stops_early)
                 scores[i] += log(q)
                 worth = worths[i]
                 depth = len(chains[i]) + 1

@@ -40,6 +40,7 @@ LONG = (
     *(f"on_the_clock[own seed-{each}]" for each in ("constant", "jumping")),
     *(f"on_the_clock[greedy drafts-{each}]" for each in ("constant", "random")),
     "on_the_clock[most likely-random]",
+    *(f"expected_of_them[{each}" for each in ("150M", "demo AVX2")),
     *("before_it_showed[150M", "mixed_fleet[demo float32-2-", "nothing_drafts[demo float32-32-"),
     *(f"fall_ends_drafting[GPU, 8 B and 1 B-8-{each}]" for each in ("confident", "always sure")),
     *(f"fall_ends_drafting[150M bfloat16-8-{each}]" for each in ("confident", "no confidence")),

@@ -84,7 +84,11 @@ def test_fixed_numbers_bring_what_is_expected_of_them(machine: Machine) -> None:
 def test_simulator_can_tell() -> None:
     assert compare(BIG, [Text(0.2)] * 8, ALWAYS) < 0.5
     assert compare(DEMO, [Text(0.9)] * 2, partial(NEVER, 0)) < 1.01 < 1.5 < compare(DEMO, [Text(0.9)] * 2, ALWAYS)
-    assert adapts_after(DEMO, 8, 0.2, 0.9, lambda _: Fixed(0)) == adapts_after(DEMO, 8, 0.9, 0.2, lambda _: Fixed(6)) == 300
+    assert (
+        adapts_after(DEMO, 8, 0.2, 0.9, lambda _: Fixed(0), seeds=3)
+        == adapts_after(DEMO, 8, 0.9, 0.2, lambda _: Fixed(6), seeds=3)
+        == 300
+    )
     with pytest.raises(AssertionError):
         assert compare(DEMO, mixed(8), partial(Fixed, 3)) >= 1.05
 
@@ -94,7 +98,7 @@ def test_simulator_can_tell() -> None:
 )
 def test_first_steps_with_a_hopeless_draft(machine: Machine, n: int) -> None:
     for acceptance in (0.02, 0.2):
-        assert compare(machine, [Text(acceptance)] * n, adaptive(machine), 100, 33) >= 0.97
+        assert compare(machine, [Text(acceptance)] * n, adaptive(machine), 100, 21) >= 0.97
 
 
 @pytest.mark.parametrize(
@@ -104,7 +108,7 @@ def test_first_steps_with_a_hopeless_draft(machine: Machine, n: int) -> None:
 )
 def test_mixed_fleet(machine: Machine, n: int, uniform: float, oracle: float) -> None:
     texts = mixed(n)
-    rate = compare(machine, texts, adaptive(machine), seeds=63)
+    rate = compare(machine, texts, adaptive(machine), seeds=31)
     lengths = (1, 2, 3, 4, 6)
     assert rate >= uniform * max(1.0, *(gain_of_fixed(machine, texts, each) for each in lengths))
     assert rate >= oracle * max(1.0, *(gain_of_fixed(machine, texts, *([0, each] * n)) for each in lengths))
@@ -118,6 +122,7 @@ def adapts_after(
     make: Callable[[Machine], Policy] = controller_of,
     honesty: float = 1.0,
     early: bool | None = None,
+    seeds: int = 15,
 ) -> float:
     """Steps until half of the way is made to the nodes per step that are drafted when nothing changes, in the mean of eight."""
     stops_early = not machine.is_padded if early is None else early
@@ -127,7 +132,7 @@ def adapts_after(
 
     wanted = [np.mean(fleet(acceptance, 9).run(make(machine), 200).nodes[-100:]) for acceptance in (before, after)]
     steps = []
-    for seed in range(15):
+    for seed in range(seeds):
         changing, policy = fleet(before, seed), make(machine)
         changing.run(policy, 120 + 6 * seed)  # so that probes are not in step
         for text in changing.texts:
@@ -178,7 +183,7 @@ def test_bursts_and_drafts_that_misjudge_themselves(machine: Machine, n: int, te
 def test_larger_caps_cost_nothing(machine: Machine, n: int, acceptance: float) -> None:
     texts = [Text(acceptance)] * n
     least = compare(machine, texts, adaptive(machine), 200, 9)
-    assert min(compare(machine, texts, adaptive(machine), 200, 9, max_nodes=cap) for cap in (16, 32, 63)) >= 0.98 * least
+    assert min(compare(machine, texts, adaptive(machine), 200, 9, max_nodes=cap) for cap in (16, 63)) >= 0.98 * least
 
 
 def test_prefill_in_the_step_and_requests_that_come_and_go() -> None:
@@ -296,8 +301,8 @@ def test_latency_target_gives_slow_requests_more_and_costs_the_geometric_mean_no
             seconds += fleet.step(policy)[1]
         return [float(np.log(text.num_tokens / seconds)) for text in fleet.texts]
 
-    gains = np.mean([np.subtract(log_rates(True, seed), log_rates(False, seed)) for seed in range(60)], axis=0)
-    assert gains[1::2].mean() > 0.08 and gains.mean() > -0.015  # -0.004 of 460 runs, with a standard error of 0.0035 for 60
+    gains = np.mean([np.subtract(log_rates(True, seed), log_rates(False, seed)) for seed in range(40)], axis=0)
+    assert gains[1::2].mean() > 0.08 and gains.mean() > -0.015  # -0.004 of 460 runs, with a standard error of 0.0043 for 40
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -558,7 +563,7 @@ def test_an_outcome_stands_no_longer_where_drafts_bring_much_less(num_requests: 
         return int(np.minimum(rng.geometric(1 - acceptance, num_requests) - 1, num_nodes).sum())
 
     num_until, num_early = list[int](), 0
-    for _ in range(200):
+    for _ in range(100):
         standing = Standing()
         standing.note_comparison(1.0)
         for _ in range(5):
@@ -573,7 +578,7 @@ def test_an_outcome_stands_no_longer_where_drafts_bring_much_less(num_requests: 
         while standing.num_left and num_until[-1] < 100:
             standing.note_drafts(brought(0.2))
             num_until[-1] += 1
-    assert num_early <= 0.001 * 200 * (8 + 16 + 32 + 64 + 128)
+    assert num_early <= 0.001 * 100 * (8 + 16 + 32 + 64 + 128)
     assert np.quantile(num_until, 0.95) <= most
 
 
