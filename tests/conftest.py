@@ -15,6 +15,7 @@ SLOW = (
 )
 """Words in the names of tests that are slow by nature, or of their files or parameters."""
 
+LAYERS = ("caps", "sinks", "chunks", "narrow values", "latents", "latents of many heads", "all at once", "all at once over latents")
 LONG = (
     *(
         "test_chains_are_those_that_pytorch_grows",
@@ -28,6 +29,10 @@ LONG = (
     *("the_environment_says[native]", "test_other_processors"),  # whose check is compiled anew
     *("no_paths-presence", "no_paths-repetition", "[of all sizes]"),
     *("triton-beside one that ends before", "triton-in the middle", "triton-latents-dtype1"),
+    *(f"other_families[triton-{each}-{kind}]" for each in LAYERS for kind in ("dtype0-True", "dtype1-False")),
+    "other_families[triton-latents of many heads-dtype0-False]",
+    *("as_well[phi3", "of_the_law[triton-never", "residual_vectors[triton-near-24", "rows_keep[triton-5000", "together[gemma2"),
+    *("depend_on_threads[1-5]", "on_the_clock[most likely-constant"),
     *("parents-looking back", "prefix_hits_and_preemption[llama-parents", "[qwen3-chain-greedy-False]"),
     *(f"while_an_engine_serves[llama-options{i}-chunked_tokens1]" for i in (1, 2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 14)),
     *(f"while_an_engine_serves[llama-options{i}-chunked_tokens0]" for i in (2, 5, 7, 12)),

@@ -495,7 +495,8 @@ def test_passes_are_measured_within_all_limits(zoo: Zoo, draft: str, limits: dic
 def test_passes_of_a_draft_cost_what_its_growth_reports(zoo: Zoo, back_end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not what else growth takes, which is the host's time of a step that drafts."""
     backend = make_back_end(back_end)
-    runner = type(adaptive_engine(zoo, "llama~", backend=backend, **AMPLE).drafter.runner)  # type: ignore[attr-defined]
+    few = AMPLE | {"max_batch_size": 4}
+    runner = type(adaptive_engine(zoo, "llama~", backend=backend, **few).drafter.runner)  # type: ignore[attr-defined]
     grow = runner.grow
 
     def grow_and_report(runner: Any, feeds: Sequence[Feed], *args: Any) -> Any:
@@ -504,7 +505,7 @@ def test_passes_of_a_draft_cost_what_its_growth_reports(zoo: Zoo, back_end: str,
         return replace(trees, growth=trees.growth._replace(seconds=3.0 + trees.growth.num_rows))
 
     monkeypatch.setattr(runner, "grow", grow_and_report)
-    found = adaptive_engine(zoo, "llama~", backend=backend, **AMPLE).metrics().speculation
+    found = adaptive_engine(zoo, "llama~", backend=backend, **few).metrics().speculation
     assert found is not None and found.draft_pass == {size: pytest.approx(3.0 + size) for size in found.draft_pass}
     assert len(found.draft_pass) > 2 and max(found.target_pass.values()) < 3.0
 
@@ -577,7 +578,7 @@ def test_passes_of_a_device_take_what_its_marks_say(zoo: Zoo, monkeypatch: pytes
     engine = adaptive_engine(zoo, "thin", "thin", backend=backend, **AMPLE | {"max_draft_tokens": 3})
     depths = list[int]()
     engine.observers.append(lambda _, acceptance: depths.append(max(acceptance.trees.counts)))
-    assert run_all(engine, PROMPTS[2:4], [greedy(20, ignore_eos=True)] * 2) == written(zoo, [0, 0, 20, 20], "thin")[2:]
+    assert run_all(engine, PROMPTS[2:4], [greedy(16, ignore_eos=True)] * 2) == written(zoo, [0, 0, 16, 16], "thin")[2:]
     drafting = [each for each in outcomes if each.num_nodes]
     assert {(each.draft_seconds, each.target_seconds) for each in drafting} == {(1.0, 7.0)}
     assert len(drafting) > 2 and all(each.num_draft_rows >= each.num_nodes for each in drafting)

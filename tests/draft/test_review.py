@@ -214,7 +214,8 @@ def test_requests_are_reviewed_instead_of_drafting_and_may_fail_to_be(zoo: Zoo, 
         machine.choices.clear()
         engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **options)
         with pytest.warns(RuntimeWarning, match=f"which costs drafts and no request: {reason}"):
-            assert run_all(engine, PROMPTS, [greedy(120, ignore_eos=True)] * len(PROMPTS)) == expected
+            outputs = run_all(engine, PROMPTS, [greedy(60, ignore_eos=True)] * len(PROMPTS))
+        assert outputs == [each[:60] for each in expected]
 
 
 @pytest.mark.parametrize(
