@@ -346,7 +346,8 @@ def test_nothing_is_compiled_or_recorded_while_an_engine_serves(
     assert engine.passes == PassCounts() and not engine.runner.kv.groups[0].is_inference()
     kernels.found.clear()
     params = [
-        SamplingParams(temperature=0.7 * (i % 3), top_k=5 * (i % 2), max_tokens=4 + i // 2, ignore_eos=True) for i in range(num_requests)
+        SamplingParams(temperature=0.7 * (i % 3), top_k=5 * (i % 2), max_tokens=4 + i // 2, ignore_eos=True)
+        for i in range(num_requests)
     ]
     params[-1] = replace(params[-1], presence_penalty=0.5)  # the longest: with it, all logits are float32
     params[-2] = replace(params[-2], use_speculative=False)
