@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from text_tools import WORLD_CORPUS, make_byte_tokenizer, make_piece_tokenizer, make_word_tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -72,6 +72,7 @@ def test_skipped_special_tokens_leave_the_spaces_around_them(gaps: list[int], cu
     assert tokenizer.decode(prompt, skip_special_tokens=True) + detokenizer.text == " ".join(["the"] * len(gaps))
 
 
+@settings(max_examples=40)
 @given(pieces=st.lists(st.one_of(st.text(max_size=3), st.sampled_from([b"\xff", b"\xc3", b"\xe2\x82"])), max_size=8))
 def test_stray_bytes_do_not_swallow_the_text_around_them(pieces: list[str | bytes]) -> None:
     """Fewer stray bytes in a row than are held back: the text is that of decoding everything at once."""

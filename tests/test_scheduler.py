@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from back_ends import cpu_backend
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from stepping import host_trees, make_request, slots_in_order
@@ -832,3 +833,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=50)

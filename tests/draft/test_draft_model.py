@@ -82,7 +82,7 @@ def test_a_fixed_shape_holds_the_drafts_most_likely_tokens_by_rank(zoo: Zoo, dra
     assert {budget for _, budget, _ in rows} == set(range(8))
     assert all(tree.num_nodes == budget for _, budget, tree in rows)
     parents = BUSHY if shape == "parents" else list(range(-1, 6))  # as it was asked for: main paths come first in a tree
-    for context, budget, tree in [row for row in rows if row.budget == 7 or shape == "chain"][::4]:
+    for context, budget, tree in [row for row in rows if row.budget == 7 or shape == "chain"][::9]:
         oracle = Draft(zoo, draft, context, 1.0)
         expected: list[tuple[int, ...]] = []
         for node, parent in enumerate(parents[:budget]):
@@ -119,7 +119,7 @@ def test_a_grown_tree_is_the_best_ancestor_closed_set_of_what_was_expanded(
     run_all(engine, PROMPTS, params)
     first_drafts = {tuple(context): (budget, tree) for context, budget, tree in reversed(rows) if budget > 1}
     assert len(first_drafts) > 21
-    for context, (budget, tree) in list(first_drafts.items())[::7]:
+    for context, (budget, tree) in list(first_drafts.items())[::12]:
         draft = Draft(zoo, "other", context, temperature or GREEDY_TEMPERATURE)
         if shape.startswith("auto") and budget <= MAX_NARROW_NODES:
             # how deep is up to the request's history
@@ -140,7 +140,7 @@ def test_a_sampled_proposal_carries_the_distributions_it_was_sampled_from(zoo: Z
     run_all(engine, PROMPTS, [SamplingParams(temperature=1.3, seed=i, max_tokens=9, ignore_eos=True) for i in range(len(PROMPTS))])
     drafted = [(context, tree) for context, _, tree in rows if tree.num_nodes]
     assert len(drafted) > 26
-    for context, tree in drafted[::13]:
+    for context, tree in drafted[::17]:
         draft = Draft(zoo, "other", context, 1.3)
         assert tree.draft_probs is not None
         for probs, node in zip(tree.draft_probs, tree.topology.inner.tolist(), strict=True):
