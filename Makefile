@@ -13,6 +13,9 @@ MINUTES ?= 60
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
+# Otherwise each new process, of which the tests start dozens, would compile torch and transformers.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-fast test-models test-all families soak sanitize check format bench clean
 
 demo: $(INSTALLED)

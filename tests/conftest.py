@@ -15,7 +15,16 @@ SLOW = (
 )
 """Words in the names of tests that are slow by nature, or of their files or parameters."""
 
-LAYERS = ("caps", "sinks", "chunks", "narrow values", "latents", "latents of many heads", "all at once", "all at once over latents")
+_LAYERS = (
+    "caps",
+    "sinks",
+    "chunks",
+    "narrow values",
+    "latents",
+    "latents of many heads",
+    "all at once",
+    "all at once over latents",
+)
 LONG = (
     *(
         "test_chains_are_those_that_pytorch_grows",
@@ -29,7 +38,7 @@ LONG = (
     *("the_environment_says[native]", "test_other_processors"),  # whose check is compiled anew
     *("no_paths-presence", "no_paths-repetition", "[of all sizes]"),
     *("triton-beside one that ends before", "triton-in the middle", "triton-latents-dtype1"),
-    *(f"other_families[triton-{each}-{kind}]" for each in LAYERS for kind in ("dtype0-True", "dtype1-False")),
+    *(f"other_families[triton-{each}-{kind}]" for each in _LAYERS for kind in ("dtype0-True", "dtype1-False")),
     "other_families[triton-latents of many heads-dtype0-False]",
     *(
         "as_well[phi3",
@@ -41,7 +50,6 @@ LONG = (
     ),
     *("queries_and_options[2]", "queries_and_options[13]", "the_requests[resize_kv_cache(200)-draft"),
     *(
-        "alone_is_forgotten[host]",
         "end_drafting_soon[150M",
         "these_are_few[128-7]",
         "looks_at_the_device_once[dynamic-greedy-0.8-others2",
