@@ -98,9 +98,10 @@ def _time(metrics: EngineMetrics) -> str:
     recent, split = metrics.recent, metrics.recent.split
     accepted = 1 - 1 / max(1.0, recent.mean_acceptance_length)  # share of all tokens
     if split.draft >= DRAFTING and split.draft > accepted:
+        others = "'adaptive' or 'off'" if metrics.speculation is None else "'off'"
         return (
             f"draft: drafting takes {split.draft:.0%} of a step and brings {accepted:.0%} of the tokens: use a smaller draft or "
-            f"one that is accepted more often, or speculation='adaptive' or 'off'"
+            f"one that is accepted more often, or speculation={others}"
         )
     if (host := split.schedule + split.verify + split.rest) >= HOST:
         more = "raise max_batch_size" if recent.shortages.requests else "send more requests at once"
