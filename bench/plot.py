@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +78,7 @@ def draw(rows: Sequence[Row]) -> Figure:
         for row in rows:
             if not isinstance(at_once := row.labels["at once"], str):
                 lines.setdefault(str(row.labels["setting"]), {})[at_once] = row.figures[name]
-        colors = iter(FIXED_COLORS)
+        colors = cycle(FIXED_COLORS)
         for setting, line in lines.items():
             _draw_line(axes, line, label=setting, **(LINES.get(setting) or {"color": next(colors), "alpha": 0.8}))
         places = sorted({at_once for line in lines.values() for at_once in line})

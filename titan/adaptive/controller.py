@@ -104,7 +104,7 @@ class Controller:
         self._has_compared = False  # in the last decision
         self.num_repeats = 0  # next steps of the same requests, one token each, that may do as the last one, unlooked at
         self._num_rested = 0  # steps since anything was decided
-        self._rest: tuple[float, int] = 0.0, 0  # seconds that the last one was expected to take, and its requests
+        self._last_rest: tuple[float, int] = 0.0, 0  # seconds that the last one was expected to take, and its requests
         self._num_since_plain = 0  # steps since one was plain; below 0: plain ones still to come
         self._plain_after = 0.0  # such steps after which one is to be plain again
         self._estimates = estimate(self.fleet, self.past, (AcceptanceCounts(),))
@@ -146,11 +146,11 @@ class Controller:
         self._probes.observe(outcome.seconds, plain_seconds, None, num_requests)
         if load.num_rows == num_requests:
             most = max(0, min(REST_STEPS - 1, self._standing.num_left, self._probes.num_cold or REST_STEPS))
-            self.num_repeats, self._rest = self._probes.num_steps_until_due(plain_seconds, most), (plain_seconds, num_requests)
+            self.num_repeats, self._last_rest = self._probes.num_steps_until_due(plain_seconds, most), (plain_seconds, num_requests)
 
     def repeat_rest(self, num_steps: int, seconds: float) -> None:
         """Take note of steps like the last rest, at most as many as may be, and of how long they took in all."""
-        plain_seconds, num_requests = self._rest
+        plain_seconds, num_requests = self._last_rest
         self._standing.pass_steps(num_steps)
         self._num_rested += num_steps
         self.costs.pass_plain(num_steps)
