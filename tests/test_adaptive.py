@@ -578,7 +578,7 @@ def test_passes_of_a_device_take_what_its_marks_say(zoo: Zoo, monkeypatch: pytes
     engine = adaptive_engine(zoo, "thin", "thin", backend=backend, **AMPLE | {"max_draft_tokens": 3})
     depths = list[int]()
     engine.observers.append(lambda _, acceptance: depths.append(max(acceptance.trees.counts)))
-    assert run_all(engine, PROMPTS[2:4], [greedy(16, ignore_eos=True)] * 2) == written(zoo, [0, 0, 16, 16], "thin")[2:]
+    assert run_all(engine, PROMPTS[2:4], [greedy(20, ignore_eos=True)] * 2) == written(zoo, [0, 0, 20, 20], "thin")[2:]
     drafting = [each for each in outcomes if each.num_nodes]
     assert {(each.draft_seconds, each.target_seconds) for each in drafting} == {(1.0, 7.0)}
     assert len(drafting) > 2 and all(each.num_draft_rows >= each.num_nodes for each in drafting)
