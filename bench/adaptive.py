@@ -161,8 +161,7 @@ class AdaptiveBench:
             f"{GAIN}, {SHARE}: median over the rounds of the ratio within a round, and its 95 % bootstrap interval, of fewer than "
             f"{MIN_ROUNDS} rounds their range; the best fixed setting is the one with the most tokens/s there. {ALL}: geometric "
             f"mean over the requests at once, so that {SHARE} is that of the best single one. nodes/step: draft tokens verified "
-            "per request and step; tokens/step: emitted. adapt: share of decode steps that deciding and "
-            "learning take.",
+            "per request and step; tokens/step: emitted. adapt: share of decode steps that deciding and learning take.",
         ]
         results: dict[str, Sequence[Row | Sample]] = {"rows": rows, "samples": samples}
         tables = [figure_table("Tokens/s", rows, ["at once", "setting"], COLUMNS)]

@@ -51,13 +51,11 @@ def plot_rows(rows: Sequence[Row], path: Path) -> None:
 
     Args:
         rows: as `draw` takes them.
-        path: of the file; its suffix names the format.
+        path: of the file, as `check_plot` allows; its suffix names the format.
 
     Raises:
-        ValueError: as `check_plot`.
         OSError: the file cannot be written.
     """
-    check_plot(path)
     from matplotlib import rc_context
 
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "titan"}):
@@ -120,6 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("json", type=Path, help="measurement")
     parser.add_argument("plot", type=output_file, help="file to write")
     args = parser.parse_args(argv)
+    check_plot(args.plot)
     plot_rows(read_rows(json.loads(args.json.read_text(encoding="utf-8"))), args.plot)
 
 

@@ -75,7 +75,7 @@ class Standing:
         if self._usual:
             self._lack = max(0.0, self._lack + self._usual / 2 - num_accepted)
             if self._lack > LACK * (1 + self._usual):
-                self.num_left, self._dwell, self._usual = 0, DWELL // 2, 0.0
+                self.num_left, self._dwell = 0, DWELL // 2
                 return True
         return False
 
