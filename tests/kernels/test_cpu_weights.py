@@ -6,7 +6,7 @@ import mmap
 import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from ctypes import addressof, c_int64, c_void_p
+from ctypes import CDLL, addressof, c_int64, c_size_t, c_void_p
 from functools import partial
 from pathlib import Path
 from resource import RLIMIT_AS, getrlimit, setrlimit
@@ -271,12 +271,18 @@ def test_too_little_memory_is_an_error_of_the_call_alone(num_threads: int) -> No
     tensors = probs, num_children, places, tokens
     sample = partial(function, options.ctypes.data, *(tensor.data_ptr() for tensor in tensors), 2, size, 2)
     mapped, limits = int(Path("/proc/self/statm").read_text("utf-8").split()[0]) * mmap.PAGESIZE, getrlimit(RLIMIT_AS)
+    allocator, free = CDLL(None), []
+    allocator.malloc.argtypes, allocator.malloc.restype, allocator.free.argtypes = [c_size_t], c_void_p, [c_void_p]
     setrlimit(RLIMIT_AS, (mapped + 2 * size, limits[1]))  # each part takes 4 * size
     try:
+        while block := allocator.malloc(4 * size):  # which tests before this one gave back to the allocator
+            free.append(block)
         with pytest.raises(MemoryError, match="too little memory for the working memory"):
             sample()
     finally:
         setrlimit(RLIMIT_AS, limits)
+        for block in free:
+            allocator.free(block)
     sample()
     assert (tokens >= 0).all() and (tokens[:, 0] != tokens[:, 1]).all()
 
