@@ -134,7 +134,7 @@ class Policy(Listener, Protocol):
 
     def rest(self, num_requests: int, num_rows: int, num_new: int) -> bool: ...
 
-    def observe_rest(self, load: Load, num_requests: int, outcome: Outcome) -> None: ...
+    def begin_rest(self, load: Load, num_requests: int) -> None: ...
 
     def choose(self, load: Load) -> Decision: ...
 
@@ -152,7 +152,7 @@ class Fixed:
     def rest(self, num_requests: int, num_rows: int, num_new: int) -> bool:
         return False
 
-    def observe_rest(self, load: Load, num_requests: int, outcome: Outcome) -> None:
+    def begin_rest(self, load: Load, num_requests: int) -> None:
         raise NotImplementedError
 
     def choose(self, load: Load) -> Decision:
@@ -161,7 +161,7 @@ class Fixed:
         num_nodes = [min(count, each.max_nodes) for count, each in zip(counts, load.candidates, strict=True)]
         return Decision(num_nodes, num_nodes, [None] * n)
 
-    def repeat_rest(self, num_steps: int, seconds: float) -> None:
+    def end_rest(self, seconds: Sequence[float], target_seconds: Sequence[float]) -> None:
         raise NotImplementedError
 
     def observe(self, outcome: Outcome) -> None:
@@ -242,11 +242,9 @@ class Fleet:
             seconds = warmth * self._noisy(machine.host(n, 0)) + target_seconds
             for text in texts:
                 text.advance(1, False, self.rng)
-            outcome = Outcome(0, 0, 0, 0, seconds, 0.0, target_seconds)
-            if is_repeat:
-                self.repeats.note_rest(seconds)
-            else:
-                policy.observe_rest(load, n, outcome)
+            if not is_repeat:
+                policy.begin_rest(load, n)
+            self.repeats.note_rest(seconds, target_seconds)
             return n, seconds, 0
         decision = self.decision
         deciding = 0.0

@@ -12,8 +12,9 @@ import pytest
 from adaptive_simulator import MACHINES, Fixed, Fleet, Machine, Policy, Text, compare, controller_of, expected_rate, gain_of_fixed
 from adaptive_traffic import against_off
 
-from titan.adaptive.controller import IDLE_FADE, PLAIN_GAIN, PLAIN_STEPS, Controller
+from titan.adaptive.controller import IDLE_FADE, NUM_PLAIN, PLAIN_GAIN, PLAIN_STEPS, Controller
 from titan.adaptive.costs import COLD_PLAIN_STEPS, Costs
+from titan.adaptive.host_time import FIRST_STEPS
 from titan.adaptive.load import Candidate, Load, Outcome
 from titan.adaptive.optimum import DEBT_STEPS, Prices, best
 from titan.adaptive.pass_cost import PassCost
@@ -58,7 +59,7 @@ def test_cell_of_the_grid(machine: Machine, n: int, acceptance: float) -> None:
 def test_caches_that_stay_warm_without_drafts() -> None:
     """Steps without drafts then take less than right after some with drafts, and less than was measured at the start."""
     for n, acceptance in ((32, 0.8), (8, 0.65), (2, 0.5), (1, 0.5)):
-        assert compare(WARM, [Text(acceptance)] * n, adaptive(WARM), 400, 9) >= 0.94
+        assert compare(WARM, [Text(acceptance)] * n, adaptive(WARM), 400, 9) >= 0.93
 
 
 def test_passes_that_were_measured_too_slow() -> None:
@@ -149,7 +150,7 @@ def adapts_after(
     ids=lambda each: getattr(each, "name", str(each)),
 )
 def test_rise_is_found_while_nothing_drafts(machine: Machine, n: int, bound: int) -> None:
-    assert adapts_after(machine, n, 0.2, 0.9) <= bound
+    assert adapts_after(machine, n, 0.2, 0.9, seeds=25) <= bound
 
 
 @pytest.mark.parametrize(
@@ -370,30 +371,50 @@ def test_plans_may_be_as_deep_as_the_cap(n: int, most: int, weight: float) -> No
     assert best([0.97] * n, Prices(Load(candidates, n, 0), costs)).num_nodes == [most] * n
 
 
+def rests(controller: Controller, repeats: Repeats, load: Load, num_requests: int, outcome: Outcome, is_alike: bool = True) -> bool:
+    """Make a step in which the controller rests, if it does."""
+    if not repeats.begin(is_alike):
+        if not controller.rest(num_requests, load.num_rows):
+            return False
+        controller.begin_rest(load, num_requests)
+    repeats.note_rest(outcome.seconds, outcome.target_seconds)
+    return True
+
+
 def test_what_rests_cost_is_followed_and_drafts_of_before_count_less() -> None:
     controller, num_rests = controller_of(DEMO), 0
     load = Load([Candidate(counts(0.1, 20.0), 6, 2, 256, True) for _ in range(8)], 8, 800)
     usual = Outcome(0, 0, 0, 0, DEMO.host(8, 0) + DEMO.target(8, 800), 0.0, DEMO.target(8, 800))
     slow = usual._replace(seconds=2 * usual.seconds, target_seconds=2 * usual.target_seconds)
     controller.choose(load)
+    repeats = Repeats(controller)
     for step in range(300):
+        outcome = usual if step < 100 else slow
         if step == 100:
             before, drafts_before, num_rests = controller.costs.plain_seconds(load), load.candidates[0].counts.num_drafts, 0
-        if controller.num_repeats:
-            controller.num_repeats -= 1
-            controller.repeat_rest(1, (usual if step < 100 else slow).seconds)
+        if rests(controller, repeats, Load((), 8, 800), 8, outcome):
             num_rests += 1
-        elif controller.rest(8, 8):
-            num_rests += 1
-            controller.observe_rest(Load((), 8, 800), 8, usual if step < 100 else slow)
         else:
             decision = controller.choose(load)
             drafting = usual._replace(num_nodes=sum(decision.num_nodes), seconds=2 * usual.seconds)
-            controller.observe(drafting if decision.drafts else usual)
+            controller.observe(drafting if decision.drafts else outcome)
+    repeats.begin(False)
     controller.choose(load)
     assert 100 < num_rests < 200
     assert controller.costs.plain_seconds(load) > 1.3 * before
     assert load.candidates[0].counts.num_drafts <= IDLE_FADE**num_rests * drafts_before
+
+
+@pytest.mark.parametrize(("num_slow", "is_slow"), [(6, False), (18, True)])
+def test_rests_that_something_held_up_tell_nothing_unless_most_were(num_slow: int, is_slow: bool) -> None:
+    controller, load, usual = controller_of(DEMO), Load((), 8, 800), DEMO.host(8, 0) + DEMO.target(8, 800)
+    for _ in range(8):
+        controller.costs.note_plain(load, 8, usual, DEMO.target(8, 800))
+    before = controller.costs.plain_seconds(load, 8)
+    controller.begin_rest(load, 8)
+    shares = num_slow * [3.0] + (20 - num_slow) * [1.0]
+    controller.end_rest([share * usual for share in shares], [share * DEMO.target(8, 800) for share in shares])
+    assert (controller.costs.plain_seconds(load, 8) > 1.02 * before) == is_slow
 
 
 @pytest.mark.parametrize(("is_right", "stands"), [(False, True), (True, False)])
@@ -417,28 +438,23 @@ def test_a_probe_that_shows_no_more_than_was_hoped_for_changes_nothing(is_right:
 def test_steps_like_a_rest_pass_until_something_changes_or_a_probe_is_due() -> None:
     controller, usual = controller_of(DEMO), Outcome(0, 0, 0, 0, DEMO.host(8, 0) + DEMO.target(8, 800), 0.0, DEMO.target(8, 800))
     load = Load([Candidate(counts(0.1, 20.0), 6, 2, 256, True) for _ in range(8)], 8, 800)
-    found, num_rested = Counter[str](), 0
+    found, num_rested, repeats, probes, price = Counter[str](), 0, Repeats(controller), controller._probes, 0.0
     for step in range(400):
-        is_changed, was_due = step % 50 == 49, controller.is_probe_due  # then there is a prompt, too
-        if not is_changed and controller.num_repeats:
-            controller.num_repeats -= 1
-            controller.repeat_rest(1, usual.seconds)
-            assert not was_due
-            found["repeats"] += 1
+        is_changed = step % 50 == 49  # then there is a prompt, too
+        if rests(controller, repeats, Load((), 40 if is_changed else 8, 800), 8, usual, not is_changed):
+            found["repeats" if repeats.is_repeat else "rests"] += 1
             num_rested += 1
-        elif controller.rest(8, 40 if is_changed else 8):
-            num_rested += 1
-            controller.observe_rest(Load((), 40 if is_changed else 8, 800), 8, usual)
-            found["rests"] += 1
         else:
             drafts_before = load.candidates[0].counts.num_drafts
             decision = controller.choose(load)
             if num_rested:
                 assert load.candidates[0].counts.num_drafts == pytest.approx(IDLE_FADE**num_rested * drafts_before)
+                assert probes.credit + probes.advance <= price + 2 * PROBE_SHARE * usual.seconds
             num_rested = 0
             spent = usual._replace(num_nodes=sum(decision.num_nodes), seconds=2 * usual.seconds) if decision.drafts else usual
             controller.observe(spent)
             found["probes" if decision.is_probe else "decides"] += 1
+            price = probes.price or np.inf
     assert found["repeats"] > 3 * found["rests"] > 0 < found["probes"] < 40 and found["decides"]
 
 
@@ -452,10 +468,11 @@ def test_rests_right_after_a_probe_are_repeated_and_what_their_cold_caches_cost_
     while not controller.rest(8, 8):
         controller.choose(load)
         controller.observe(usual)
-    controller.observe_rest(Load((), 8, 800), 8, usual)
-    num_steps, before = controller.num_repeats, controller._probes.credit
-    assert 1 <= num_steps < COLD_PLAIN_STEPS
-    controller.repeat_rest(num_steps, num_steps * slowness * usual.seconds)
+    controller.begin_rest(Load((), 8, 800), 8)
+    num_steps, before = 1 + controller.num_repeats, controller._probes.credit
+    assert 1 < num_steps <= COLD_PLAIN_STEPS
+    controller.end_rest(num_steps * [slowness * usual.seconds], num_steps * [slowness * usual.target_seconds])
+    load = load._replace(num_context_tokens=800 + 8 * (num_steps - 1) // 2)
     earned, lost = PROBE_SHARE * slowness * usual.seconds, slowness * usual.seconds - controller.costs.plain_seconds(load)
     assert controller._probes.credit - before == pytest.approx(num_steps * (earned - max(0.0, lost)), abs=0.01 * usual.seconds)
     assert slowness == 1.0 or lost > 0.02 * usual.seconds
@@ -482,18 +499,20 @@ def test_steps_that_draft_are_repeated_between_comparisons(num_missing: int) -> 
     """Plain steps come in between all the same; requests that the draft was not fed are looked at again."""
     controller, found, in_a_row = controller_of(BIG), Counter[str](), 0
     load, drafting, plain = four_requests(num_missing)
+    repeats, drafts = Repeats(controller), False
     for _ in range(800):
-        if controller.num_repeats:
-            repeat(controller, drafting)
+        if drafts and repeats.begin(True):
+            controller.note_repeat(drafting)
             found["repeats"], in_a_row = found["repeats"] + 1, in_a_row + 1
+        elif rests(controller, repeats, Load((), 4, 400), 4, plain):
+            found["rests"], drafts = found["rests"] + 1, False
         else:
-            assert not controller.rest(4, 4)
             drafts, in_a_row = controller.choose(load).drafts, 0
             found["drafts" if drafts else "plain"] += 1
             controller.observe(drafting if drafts else plain)
         assert in_a_row < DWELL
         controller.fleet.note_draft(0.9)
-    assert found["plain"] > 6
+    assert found["rests"] == (NUM_PLAIN - 1) * (found["plain"] - FIRST_STEPS) > 6
     assert (found["repeats"] > 3 * found["drafts"] > 30) == (num_missing == 2) != (found["repeats"] == 0)
 
 
@@ -682,18 +701,17 @@ def test_drafting_ends_where_it_brings_less_than_was_planned(share: float, tells
     """What is known of acceptance stays as it is: the fault lies elsewhere."""
     controller, num_drafting = Controller(Costs(BIG.curve(BIG.target), BIG.curve(BIG.draft))), 0
     rng, load = np.random.default_rng(0), Load([Candidate(counts(0.7, 20.0), 6, 2, 256, False) for _ in range(4)], 4, 400)
+    repeats, is_rest = Repeats(controller), False
     for _ in range(200):
         plain = Outcome(0, 0, 0, 0, BIG.host(4, 0) + BIG.target(4, 400), 0.0, BIG.target(4, 400))
-        if is_repeated := controller.num_repeats > 0:
-            if not controller.optimum.drafts:
-                controller.num_repeats -= 1
-                controller.repeat_rest(1, plain.seconds)
-                continue
-        elif controller.rest(4, 4):
-            controller.observe_rest(Load((), 4, 400), 4, plain)
+        if not (is_repeated := repeats.begin(True)):
+            if is_rest := controller.rest(4, 4):
+                controller.begin_rest(Load((), 4, 400), 4)
+            else:
+                decision = controller.choose(load)
+        if is_rest:
+            repeats.note_rest(plain.seconds, plain.target_seconds)
             continue
-        else:
-            decision = controller.choose(load)
         if not decision.drafts:
             controller.observe(plain)
             continue
@@ -706,7 +724,7 @@ def test_drafting_ends_where_it_brings_less_than_was_planned(share: float, tells
         told = (passes, rows) if tells_passes else (0, 0)
         outcome = Outcome(sum(nodes), int(rng.poisson(share * expected)), *told, seconds, draft, target)
         if is_repeated:
-            repeat(controller, outcome)
+            controller.note_repeat(outcome)
         else:
             controller.observe(outcome)
     assert num_drafting > 150 if share == 1.0 else 0 < num_drafting < 60
@@ -797,6 +815,22 @@ def test_a_review_waits_until_there_is_enough_to_see() -> None:
     assert probes.is_due and probes.choose(load(5, LEAST_REVIEWED), costs, [0, 0], [0.5, 0.5], [1, 1]) == [1]
     assert probes.choose(load(16, 16), costs, [1, 0], [0.5, 0.5], [1, 0]) == [1]
     assert probes.choose(load(16, 16), costs, [1, 1], [0.5, 0.5], [1, 1]) == () and probes.price == np.inf
+
+
+def test_a_review_that_is_too_dear_so_far_is_known_before_it_is_time_for_it() -> None:
+    """So that rests go on."""
+    probes, costs, missing = Probes(), controller_of(DEMO).costs, AcceptanceCounts(0.5, 20.0, 0.5, 20.0)
+
+    def load(num_reviewable: int) -> Load:
+        return Load([Candidate(missing, 6, num_reviewable + 1, 256, True, num_reviewable=num_reviewable)], 1, 400)
+
+    assert probes.choose(load(0), costs, [0], [0.1], [0]) == () and probes.num_waiting == LEAST_REVIEWED
+    price = probes.price
+    probes.add_time(1e-3, LEAST_REVIEWED)
+    assert not probes.num_waiting and not probes.is_due
+    probes.add_time(price / PROBE_SHARE)
+    assert probes.is_due and probes.choose(load(LEAST_REVIEWED), costs, [0], [0.1], [0]) == [0]
+    assert probes.price == pytest.approx(price)
 
 
 def test_what_probes_cost_is_owed_in_full() -> None:

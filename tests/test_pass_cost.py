@@ -89,7 +89,7 @@ def test_first_steps_of_their_kind_teach_little(num_steps: int, most: float) -> 
     """A step with drafts takes 1.25 times as long as the curves say, as cold ones do: it is believed once it goes on."""
     costs = Costs(cost(), cost())
     for _ in range(20):
-        costs.note_plain(load(4), 4, Outcome(0, 0, 0, 0, 1.9, 0.0, 1.4))
+        costs.note_plain(load(4), 4, 1.9, 1.4)
     for _ in range(num_steps):
         costs.note_drafting(load(4), Outcome(4, 2, 1, 4, 1.25 * 3.9, 1.25 * 1.4, 1.25 * 2.0), [1] * 4)
     assert costs.draft is not None
@@ -100,7 +100,7 @@ def test_first_steps_of_their_kind_teach_little(num_steps: int, most: float) -> 
 def test_of_steps_that_are_learned_from_together_only_the_first_count_as_cold() -> None:
     costs = Costs(cost(), cost())
     for _ in range(20):
-        costs.note_plain(load(4), 4, Outcome(0, 0, 0, 0, 1.9, 0.0, 1.4))
+        costs.note_plain(load(4), 4, 1.9, 1.4)
     n = 5 * COLD_STEPS
     costs.note_drafting(load(4), Outcome(4 * n, 2 * n, n, 4 * n, n * 1.25 * 3.9, n * 1.25 * 1.4, n * 1.25 * 2.0), [1] * 4, n)
     assert costs.draft is not None
@@ -113,7 +113,7 @@ def teach(costs: Costs, num_rounds: int, plain: Callable[[int], float]) -> None:
     for _ in range(num_rounds):
         costs.note_drafting(load(4), Outcome(64, 32, 16, 64, 16 * 3.9, 16 * 1.4, 16 * 2.0), [1] * 4, 16)
         for factor in map(plain, range(NUM_PLAIN)):
-            costs.note_plain(load(4), 4, Outcome(0, 0, 0, 0, factor * (1.4 + 0.5), 0.0, factor * 1.4))
+            costs.note_plain(load(4), 4, factor * 1.9, factor * 1.4)
 
 
 def test_plain_steps_between_drafts_tell_what_they_take_now() -> None:
@@ -141,7 +141,7 @@ def test_a_machine_that_is_slow_is_not_taken_for_one_whose_caches_are_cold() -> 
     assert passes.predict(4, 0) == passes.predict(4, 0, is_warm=True) == pytest.approx(1.5 * 1.4, rel=0.02)
 
 
-def test_what_long_passes_took_counts_less_after_steps_that_nobody_saw() -> None:
+def test_what_long_passes_took_counts_less_after_steps_that_say_nothing_of_them() -> None:
     """As there are none of them where nothing is drafted."""
     found = list[float]()
     for num_unseen in (0, 2000):
@@ -149,7 +149,7 @@ def test_what_long_passes_took_counts_less_after_steps_that_nobody_saw() -> None
         for _ in range(40):
             costs.target.note(16, 0, 3 * 3.2)
             costs.target.note(4, 0, 1.4)
-        costs.pass_plain(num_unseen)
+        costs.note_plain(Load((), 100, 0), 4, 25.0, 24.0, num_unseen)
         found.append(costs.target.predict(16, 0) / 3.2)
     assert found[0] > 2.5 and found[1] < 2.0
 
@@ -157,11 +157,11 @@ def test_what_long_passes_took_counts_less_after_steps_that_nobody_saw() -> None
 def test_what_drafting_took_of_the_host_counts_less_after_steps_without() -> None:
     costs = Costs(cost(), None)
     for _ in range(20):
-        costs.note_plain(load(4), 4, Outcome(0, 0, 0, 0, 1.9, 0.0, 1.4))
+        costs.note_plain(load(4), 4, 1.9, 1.4)
     for _ in range(40):
         costs.note_drafting(load(4), Outcome(4, 2, 0, 0, 2.0 + 8.0, 0.0, 2.0), [1] * 4)
     before = costs.host.predict(4, 4)
-    costs.pass_plain(60_000)
+    costs.note_plain(load(4), 4, 1.9, 1.4, 60_000)
     assert costs.host.predict(4, 4) == pytest.approx(0.5 * (1 + FIRST_MORE), rel=0.05)
     assert before > 3 * costs.host.predict(4, 4)
 
@@ -170,7 +170,7 @@ def test_host_time_of_the_first_step_that_drafts_is_that_of_a_cold_one() -> None
     """For long, there may be no other: reviews say nothing of it."""
     costs = Costs(cost(), cost())
     for _ in range(20):
-        costs.note_plain(load(4), 4, Outcome(0, 0, 0, 0, 1.9, 0.0, 1.4))
+        costs.note_plain(load(4), 4, 1.9, 1.4)
     costs.note_drafting(load(4), Outcome(4, 2, 1, 4, 1.4 + 2.0 + 1.1, 1.4, 2.0), [1] * 4)
     assert costs.host.predict(4) == pytest.approx(0.5)
     assert costs.host.predict(4, 4) == pytest.approx(0.5 + 0.6 / FIRST_DRAFT)

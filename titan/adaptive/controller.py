@@ -35,9 +35,6 @@ from titan.core.growth import Worth
 PRIOR = AcceptanceCounts(num_accepted=2.1, num_expected=3.0, confidence=0.6, num_drafts=2.0)
 """What is known of drafts before there is one."""
 
-REST_STEPS = 16
-"""Steps without a decision of which one, the first, tells what they cost; of the others, only the time counts."""
-
 IDLE_FADE = 0.975
 """Share that counts keep of a request's drafts per step in which it does not draft, and of all drafts if none does."""
 
@@ -104,7 +101,7 @@ class Controller:
         self._has_compared = False  # in the last decision
         self.num_repeats = 0  # next steps of the same requests, one token each, that may do as the last one, unlooked at
         self._num_rested = 0  # steps since anything was decided
-        self._last_rest: tuple[float, int] = 0.0, 0  # seconds that the last one was expected to take, and its requests
+        self._last_rest: tuple[Load, int] = Load((), 0, 0), 0  # and its requests that emitted tokens
         self._num_since_plain = 0  # steps since one was plain; below 0: plain ones still to come
         self._plain_after = 0.0  # such steps after which one is to be plain again
         self._estimates = estimate(self.fleet, self.past, (AcceptanceCounts(),))
@@ -122,7 +119,9 @@ class Controller:
         return self._probes.is_due
 
     def rest(self, num_requests: int, num_rows: int, num_new: int = 0) -> bool:
-        """Return whether it stands that nothing is drafted in a step, whatever is known of its requests. Else choose.
+        """Return whether nothing is drafted in a step, whatever is known of its requests. Else choose.
+
+        It stands that nothing pays, or plain steps show what these cost.
 
         Args:
             num_requests: that emit tokens.
@@ -130,31 +129,51 @@ class Controller:
             num_new: requests among them that emit their first one.
         """
         self.num_repeats = 0
-        stands = self._standing.begin(num_requests, num_rows, num_new)
-        if stands and not self.optimum.drafts and not self._probes.is_due:
-            self._standing.pass_steps(1)
-            self._num_rested += 1
-            return True
-        if not stands:
+        if not self._standing.begin(num_requests, num_rows, num_new):
             self._standing.end()
-        return False
+            return False
+        rests = self._num_since_plain < -1 if self.optimum.drafts else not self._probes.is_due
+        if rests:
+            self._count_rests(1)
+        return rests
 
-    def observe_rest(self, load: Load, num_requests: int, outcome: Outcome) -> None:
-        """Learn from a step in which the controller rested; the load has no candidates."""
-        self.costs.note_plain(load, num_requests, outcome)
-        plain_seconds = self.costs.plain_seconds(load, num_requests)
-        self._probes.observe(outcome.seconds, plain_seconds, None, num_requests)
-        if load.num_rows == num_requests:
-            most = max(0, min(REST_STEPS - 1, self._standing.num_left, self._probes.num_cold or REST_STEPS))
-            self.num_repeats, self._last_rest = self._probes.num_steps_until_due(plain_seconds, most), (plain_seconds, num_requests)
-
-    def repeat_rest(self, num_steps: int, seconds: float) -> None:
-        """Take note of steps like the last rest, at most as many as may be, and of how long they took in all."""
-        plain_seconds, num_requests = self._last_rest
-        self._standing.pass_steps(num_steps)
+    def _count_rests(self, num_steps: int) -> None:
         self._num_rested += num_steps
-        self.costs.pass_plain(num_steps)
-        self._probes.observe(seconds, plain_seconds, None, num_requests, num_steps=num_steps)
+        if self.optimum.drafts:  # these are none of the steps for which it stands
+            self._num_since_plain += num_steps
+        else:
+            self._standing.pass_steps(num_steps)
+
+    def begin_rest(self, load: Load, num_requests: int) -> None:
+        """Take note that the controller rests in a step, of which nothing is known yet; the load has no candidates."""
+        self._last_rest = load, num_requests
+        if load.num_rows != num_requests:
+            return
+        if self.optimum.drafts:
+            most = -1 - self._num_since_plain
+        else:
+            plain_seconds = self.costs.plain_seconds(load, num_requests)
+            most = self._probes.num_steps_until_due(plain_seconds, self._standing.num_left)
+        self.num_repeats = min(most, self._probes.num_cold - 1) if self._probes.num_cold else most  # caches: all cold, or none
+
+    def end_rest(self, seconds: Sequence[float], target_seconds: Sequence[float]) -> None:
+        """Learn from steps in which the controller rested, the one that it began with and those that repeated it.
+
+        Args:
+            seconds: of each step.
+            target_seconds: of its pass of the target.
+        """
+        (load, n), num_steps = self._last_rest, len(seconds)
+        self._count_rests(num_steps - 1)
+        load = load._replace(num_context_tokens=load.num_context_tokens + n * (num_steps - 1) // 2)
+        plain_seconds = self.costs.plain_seconds(load, n)
+        self._probes.observe(sum(seconds), plain_seconds, None, n, num_steps=num_steps)
+        most = LONG_REPEAT * plain_seconds
+        usual = [pair for pair in zip(seconds, target_seconds, strict=True) if pair[0] <= most]
+        if len(usual) <= num_steps / 2:
+            usual = list(zip(seconds, target_seconds, strict=True))
+        total, of_target = map(sum, zip(*usual, strict=True))
+        self.costs.note_plain(load, n, total / len(usual), of_target / len(usual), num_steps)
 
     def choose(self, load: Load, *, has_room: bool = True) -> Decision:
         """Decide what the candidates of a step draft.
@@ -183,6 +202,7 @@ class Controller:
         if is_over:
             self._compare(load)
         if self.optimum.drafts and (not has_room or self._is_plain_due()):  # none of the steps for which it stands
+            self._learn()
             return _nothing(load)
         best_nodes = [min(count, each.max_nodes) for count, each in zip(self.optimum.num_nodes, load.candidates, strict=True)]
         probed = self._probes.choose(load, self.costs, best_nodes, self._estimates.means, self._hoped)
@@ -266,8 +286,8 @@ class Controller:
     def observe(self, outcome: Outcome) -> None:
         """Take note of what came of the step that was last decided.
 
-        While drafting pays, steps are learned from in the next comparison, which is the first to go by what they say, but for the
-        account of probes: all at once, this takes a quarter of the time that it takes step by step, each with cold caches.
+        While drafting pays, steps are learned from before the next comparison, which is the first to go by what they say, but for
+        the account of probes: all at once, this takes a quarter of the time that it takes step by step, each with cold caches.
         """
         decision = self._decision
         self.has_tried |= decision.drafts or bool(decision.reviewed)
@@ -279,7 +299,7 @@ class Controller:
             self.note_repeat(outcome)
             return
         self._unlearned.append((self._load, decision, outcome, 1))
-        if decision.probed or not self.optimum.drafts:
+        if decision.probed or not decision.drafts:
             self._learn()
         if decision.is_probe and self._may_pay(decision.probed):
             self._standing.end()
@@ -327,7 +347,7 @@ class Controller:
         elif decision.drafts:
             self.costs.note_drafting(load, total, decision.num_nodes, num_steps)
         else:
-            self.costs.note_plain(load, n, total)
+            self.costs.note_plain(load, n, total.seconds, total.target_seconds)
         if not n:
             return
         self._age_counts(load, decision, num_steps)

@@ -61,35 +61,28 @@ class Costs:
         few, many = self.draft.predict(n, load.num_context_tokens), self.draft.predict(n + num_missing, load.num_context_tokens)
         return max(many - few, 0.0) / num_missing
 
-    def note_plain(self, load: Load, num_requests: int, outcome: Outcome) -> None:
-        """Learn from a step without drafts.
+    def note_plain(self, load: Load, num_requests: int, seconds: float, target_seconds: float, num_steps: int = 1) -> None:
+        """Learn from steps without drafts, from their means.
 
         Args:
-            load: of the step; its candidates do not matter.
+            load: of each of these steps; its candidates do not matter.
             num_requests: that emitted tokens.
-            outcome: of the step.
+            seconds: of a step.
+            target_seconds: of its pass of the target.
+            num_steps: number of the steps.
         """
-        is_warm, change = self._count_steps(1, is_drafting=False) >= COLD_PLAIN_STEPS, 0.0
+        is_warm, change = self._count_steps(num_steps, is_drafting=False) >= COLD_PLAIN_STEPS, 0.0
         if is_warm and load.num_rows == num_requests:  # what prompts take says little of what decodes do
             # until something was drafted, it tells how fast the machine is, for passes with drafts as well
-            change = self.target.note(num_requests, load.num_context_tokens, outcome.target_seconds, is_warm=self.host.has_drafted)
+            size = num_requests, load.num_context_tokens
+            change = self.target.note(*size, target_seconds, num_steps, is_warm=self.host.has_drafted)
         else:
-            self.target.age(1)
-        self._age(change, 1)
-        if num_requests and (is_warm or not self.host.knows(num_requests)):
-            self.host.note(num_requests, 0, outcome.host_seconds)
-
-    def pass_plain(self, num_steps: int) -> None:
-        """Take note of steps without drafts of which nothing is known."""
-        self._count_steps(num_steps, is_drafting=False)
-        self.target.age(num_steps)
-        self._age(0.0, num_steps)
-
-    def _age(self, change: float, num_steps: int) -> None:
-        """Let what drafting took be believed less, after steps without drafts, by whose passes the target's pace has changed."""
+            self.target.age(num_steps)
         if self.draft is not None:
             self.draft.follow(change, self.target.pace, num_steps)
         self.host.age(num_steps)
+        if num_requests and (is_warm or not self.host.knows(num_requests)):
+            self.host.note(num_requests, 0, seconds - target_seconds, num_steps)
 
     def note_drafting(self, load: Load, total: Outcome, num_nodes: Sequence[int], num_steps: int = 1) -> None:
         """Learn from steps with drafts that were decided on together, from their means.

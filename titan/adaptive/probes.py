@@ -80,10 +80,8 @@ class Probes:
         if not idle:
             self.price = inf
             return ()
-        ready = [i for i in idle if _num_shown(candidates[i]) > 0]
-        if not ready:
-            self.num_waiting = min([_least_reviewed(candidates[i]) - (candidates[i].num_reviewable or 0) for i in idle])
-            return ()
+        self.num_waiting = min([_num_lacking(candidates[i]) for i in idle])
+        ready = idle if self.num_waiting else [i for i in idle if not _num_lacking(candidates[i])]
         hopeful = [i for i in ready if hoped[i]]
         if hopeful:
             order = sorted(hopeful, key=lambda i: (-acceptance[i], candidates[i].num_missing))
@@ -98,7 +96,7 @@ class Probes:
         prices, num_shown = self._prices(load, costs, num_nodes, order), [*accumulate(_num_shown(candidates[i]) for i in order)]
         most = max(range(len(order)), key=lambda i: num_shown[i] ** 0.5 / prices[i])
         self.price, self.advance = prices[most], MAX_ADVANCE * costs.decode_seconds(load) if hopeful else 0.0
-        return order[: most + 1] if self.credit + self.advance >= self.price else ()
+        return order[: most + 1] if self.is_due else ()
 
     def add_time(self, seconds: float, num_steps: int = 1) -> None:
         """Add steps of this length: a share of it may be spent, and each request has emitted one token more in each."""
@@ -157,7 +155,7 @@ class Probes:
             if each.num_reviewable is None:
                 num_grown, grown_rows = num_grown + 1, grown_rows + each.num_missing
             else:
-                num_reviewed, reviewed_rows = num_reviewed + 1, reviewed_rows + each.num_missing - 1
+                num_reviewed, reviewed_rows = num_reviewed + 1, reviewed_rows + each.num_missing - 1 + _num_lacking(each)
             host = costs.host.predict(n, num_grown + num_reviewed)
             passes = of_draft(grown_rows, num_grown) + of_draft(reviewed_rows, num_reviewed)
             prices.append(max(host + passes + (num_grown - drafting) * node_seconds - before, 1e-9))
@@ -165,11 +163,15 @@ class Probes:
 
 
 def _num_shown(candidate: Candidate) -> int:
-    """Return of how many tokens a probe of a request would tell; 0: it is too early for a review."""
-    num_reviewable = candidate.num_reviewable
-    return 1 if num_reviewable is None else num_reviewable if num_reviewable >= _least_reviewed(candidate) else 0
+    """Return of how many tokens a probe of a request tells, at least once it is time for one."""
+    return 1 if candidate.num_reviewable is None else max(candidate.num_reviewable, _least_reviewed(candidate))
+
+
+def _num_lacking(candidate: Candidate) -> int:
+    """Return how many tokens a request has yet to emit before it is time for a review."""
+    return 0 if candidate.num_reviewable is None else max(0, _least_reviewed(candidate) - candidate.num_reviewable)
 
 
 def _least_reviewed(candidate: Candidate) -> int:
-    """Return how many tokens a review should tell of; fewer of a request that soon ends."""
-    return min(LEAST_REVIEWED, candidate.num_remaining)
+    """Return how many tokens a review should tell of; fewer of a request that soon ends, and one at least."""
+    return max(1, min(LEAST_REVIEWED, candidate.num_remaining))

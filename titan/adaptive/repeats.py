@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 
@@ -11,21 +12,21 @@ class Listener(Protocol):
 
     num_repeats: int  # next steps that may do as the last one, if they are of the same requests
 
-    def repeat_rest(self, num_steps: int, seconds: float) -> None:
-        """Hear of steps like the last rest, and how long they took in all."""
+    def end_rest(self, seconds: Sequence[float], target_seconds: Sequence[float]) -> None:
+        """Hear of a rest and the steps that repeated it: how long each took, and its pass of the target."""
 
 
 @dataclass(slots=True)
 class Repeats:
-    """Uses up the steps that a controller allows, and tells it of them before the next one is decided.
+    """Uses up the steps that a controller allows, and tells it of rests before the next step that is decided.
 
     What it allows is used up even if nothing is noted of a step, as of one that ran in parts.
     """
 
     controller: Listener
     is_repeat: bool = False  # whether the present step is one
-    _num_rested: int = 0
-    _rest_seconds: float = 0.0  # of these steps
+    _rest_seconds: list[float] = field(default_factory=list)
+    _rest_target_seconds: list[float] = field(default_factory=list)
 
     def begin(self, is_alike: bool) -> bool:
         """Return whether a step repeats the last decision, and need not be decided.
@@ -36,12 +37,12 @@ class Repeats:
         self.is_repeat = is_alike and self.controller.num_repeats > 0
         if self.is_repeat:
             self.controller.num_repeats -= 1
-        elif self._num_rested:
-            self.controller.repeat_rest(self._num_rested, self._rest_seconds)
-            self._num_rested, self._rest_seconds = 0, 0.0
+        elif self._rest_seconds:
+            self.controller.end_rest(self._rest_seconds, self._rest_target_seconds)
+            self._rest_seconds, self._rest_target_seconds = [], []
         return self.is_repeat
 
-    def note_rest(self, seconds: float) -> None:
-        """Note a repeated step in which the controller rests."""
-        self._num_rested += 1
-        self._rest_seconds += seconds
+    def note_rest(self, seconds: float, target_seconds: float) -> None:
+        """Note a step in which the controller rests."""
+        self._rest_seconds.append(seconds)
+        self._rest_target_seconds.append(target_seconds)

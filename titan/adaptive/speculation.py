@@ -62,7 +62,7 @@ class AdaptiveSpeculation:
             self._decide_anew(plan, histories)
         plan.draft_budgets, plan.worths = list(map(min, plan.draft_budgets, self._budgets)), self._worths
         if self._decision is RESTING:
-            plan.drafts_prompts = False
+            plan.drafts_prompts = self.controller.optimum.drafts
 
     def _decide_anew(self, plan: StepPlan, histories: list[DraftHistory]) -> None:
         for history in self._typical.values() if self._num_unfollowed else ():
@@ -118,8 +118,10 @@ class AdaptiveSpeculation:
         if self.is_latency:
             for i in self._rows:
                 plan.requests[i].draft_history.tokens_per_step.note(1 + len(acceptance.paths[i]))
-        if self._repeats.is_repeat and self._decision is RESTING:
-            self._repeats.note_rest(times.recurring)
+        if self._decision is RESTING:
+            if not self._repeats.is_repeat:
+                self.controller.begin_rest(self._load, len(self._rows))
+            self._repeats.note_rest(times.recurring, times.target)
             return
         draft_seconds, passes = 0.0, (0, 0)  # drafting of which no passes are known is a part of the host
         if (growth := acceptance.trees.growth) is not None:
@@ -132,10 +134,7 @@ class AdaptiveSpeculation:
             self.controller.note_repeat(outcome)
             self._num_unfollowed += 1
             return
-        if self._decision is RESTING:
-            self.controller.observe_rest(self._load, len(self._rows), outcome)
-        else:
-            self.controller.observe(outcome)
+        self.controller.observe(outcome)
         if num_nodes:
             for history in self._typical.values():
                 self._follow_temperature(history)
