@@ -16,7 +16,7 @@ from titan.adaptive.controller import Controller, Decision
 from titan.adaptive.costs import Costs
 from titan.adaptive.load import Candidate, Load, Outcome
 from titan.adaptive.pass_cost import PassCost
-from titan.adaptive.repeats import Listener, Repeats
+from titan.adaptive.rest import Rest
 from titan.core.draft_history import AcceptanceCounts
 from titan.core.growth import Worth
 from titan.draft.draft_model import MAX_REVIEWED
@@ -127,14 +127,14 @@ class Text:
             self.is_easy = not self.is_easy
 
 
-class Policy(Listener, Protocol):
+class Policy(Protocol):
     """What decides in a step: the controller, or a rule to compare it with."""
 
     fleet: AcceptanceCounts
 
-    def rest(self, num_requests: int, num_rows: int, num_new: int) -> bool: ...
+    def repeat(self, is_alike: bool) -> bool: ...
 
-    def begin_rest(self, load: Load, num_requests: int) -> None: ...
+    def rest(self, load: Load, num_requests: int, num_new: int) -> Rest | None: ...
 
     def choose(self, load: Load) -> Decision: ...
 
@@ -147,22 +147,19 @@ class Fixed:
     """Each request drafts as many nodes in each step; the last number is that of all further requests."""
 
     def __init__(self, *num_nodes: int) -> None:
-        self.num_nodes, self.fleet, self.num_repeats = num_nodes, AcceptanceCounts(), 0
+        self.num_nodes, self.fleet = num_nodes, AcceptanceCounts()
 
-    def rest(self, num_requests: int, num_rows: int, num_new: int) -> bool:
+    def repeat(self, is_alike: bool) -> bool:
         return False
 
-    def begin_rest(self, load: Load, num_requests: int) -> None:
-        raise NotImplementedError
+    def rest(self, load: Load, num_requests: int, num_new: int) -> None:
+        return None
 
     def choose(self, load: Load) -> Decision:
         n = len(load.candidates)
         counts = [self.num_nodes[min(i, len(self.num_nodes) - 1)] for i in range(n)]
         num_nodes = [min(count, each.max_nodes) for count, each in zip(counts, load.candidates, strict=True)]
         return Decision(num_nodes, num_nodes, [None] * n)
-
-    def end_rest(self, seconds: Sequence[float], target_seconds: Sequence[float]) -> None:
-        raise NotImplementedError
 
     def observe(self, outcome: Outcome) -> None:
         pass
@@ -201,8 +198,9 @@ class Fleet:
     has_drafted: bool = False
     coldness: float = 1.0  # of the caches, for a step without drafts
     before: list[Text] = field(default_factory=list)  # those of the last step, if each had one row
-    decision: Decision | None = None  # of the last step; None: it was a rest
-    repeats: Repeats | None = None  # of the policy of the last step
+    rest: Rest | None = None  # that the last step was part of
+    decision: Decision = field(default_factory=lambda: Decision([], [], []))  # that goes for the last step, if it was none
+    policy: Policy | None = None  # of the last step
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
@@ -226,25 +224,23 @@ class Fleet:
         num_ending = sum(text.num_prefill for text in texts)
         num_rows = n + self.chunk + num_ending
         is_alike = self.before == texts and num_rows == n
-        is_alike = is_alike and (self.decision is None or any(map(self._most, texts)))
-        if self.repeats is None or self.repeats.controller is not policy:
-            self.repeats = Repeats(policy)
-        is_repeat = self.repeats.begin(is_alike)
+        is_alike = is_alike and (self.rest is not None or any(map(self._most, texts)))
+        is_repeat = policy.repeat(is_alike and self.policy is policy)
+        self.policy = policy
         self.before = texts[:] if num_rows == n else []
         optimum = getattr(policy, "optimum", None)
         if not is_repeat:
-            rests = policy.rest(n, num_rows - num_ending, sum(text.num_prefill > 0 for text in texts))
-            load = Load(() if rests else [self._candidate(text) for text in texts], num_rows, context, num_ending)
-            self.decision = None if rests else policy.choose(load)
-        if self.decision is None:
+            load = Load((), num_rows, context, num_ending)
+            self.rest = policy.rest(load, n, sum(text.num_prefill > 0 for text in texts))
+            if self.rest is None:
+                self.decision = policy.choose(load._replace(candidates=[self._candidate(text) for text in texts]))
+        if self.rest is not None:
             warmth = self._warmth(is_plain=True)
             target_seconds = warmth * self._noisy(machine.target(num_rows, context))
             seconds = warmth * self._noisy(machine.host(n, 0)) + target_seconds
             for text in texts:
                 text.advance(1, False, self.rng)
-            if not is_repeat:
-                policy.begin_rest(load, n)
-            self.repeats.note_rest(seconds, target_seconds)
+            self.rest.note(seconds, target_seconds)
             return n, seconds, 0
         decision = self.decision
         deciding = 0.0

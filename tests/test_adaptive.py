@@ -32,7 +32,6 @@ from titan.adaptive.controller import Controller
 from titan.adaptive.load import Outcome
 from titan.adaptive.measure import measure
 from titan.adaptive.pass_cost import PassCost
-from titan.adaptive.repeats import Repeats
 from titan.adaptive.speculation import AdaptiveSpeculation
 from titan.core.batch import RaggedBatch
 from titan.core.draft_history import AcceptanceCounts
@@ -252,12 +251,12 @@ def test_repeated_decisions_are_cut_to_what_requests_may_draft(
     assert adaptive is not None and isinstance(drafter, DraftModelDrafter)
 
     def note(plan: StepPlan, acceptance: Acceptance) -> None:
-        is_repeated = adaptive._repeats.is_repeat and adaptive._decision.drafts
+        is_repeated = adaptive._is_repeat and adaptive._rest is None
         found["repeated" if is_repeated else "decided"] += 1
         room = [max(0, min(each.num_remaining_tokens - 1, drafter.max_len - each.num_tokens)) for each in plan.requests]
         assert all(count <= most for count, most in zip(acceptance.trees.counts, room, strict=True))
         if is_repeated:
-            found["cut"] += any(most < count for most, count in zip(room, adaptive._decision.most_nodes, strict=True))
+            found["cut"] += any(most < count for most, count in zip(room, adaptive._budgets, strict=True))
 
     engine.observers.append(note)
     prompts, limits = [prompt[:9] for prompt in PROMPTS[:3]], [72, 76, 80]
@@ -277,7 +276,7 @@ def test_a_last_token_is_no_failure_to_draft(zoo: Zoo, monkeypatch: pytest.Monke
 
     def note(plan: StepPlan, _: Acceptance) -> None:
         if adaptive.controller.optimum.drafts and plan.requests[0].num_remaining_tokens == 1:
-            found[adaptive._repeats.is_repeat and adaptive._decision.drafts] += 1
+            found[adaptive._is_repeat and adaptive._rest is None] += 1
 
     engine.observers.append(note)
     for limit in range(40, 52):
@@ -295,8 +294,8 @@ def test_repeated_steps_that_run_in_parts_are_decided_on_again(zoo: Zoo, drafts:
 
     def forward_if_there_is_memory(batch: RaggedBatch) -> Tensor:
         nonlocal is_short, num_parts
-        repeats = adaptive._repeats.is_repeat
-        is_short |= repeats and adaptive._decision.drafts == drafts
+        repeats = adaptive._is_repeat
+        is_short |= repeats and (adaptive._rest is None) == drafts
         if is_short and len(batch.attention.seq_lens) > 1:
             in_a_row.append(in_a_row[-1] + 1 if repeats else 0)
             raise torch.OutOfMemoryError("made up")
@@ -362,7 +361,7 @@ def test_a_drafter_that_is_not_fed_repeats_decisions(zoo: Zoo, monkeypatch: pyte
     engine, repeats = make_engine(zoo.path("llama"), drafter, speculation="adaptive", **AMPLE), Counter[bool]()
     adaptive = engine.adaptive
     assert adaptive is not None
-    engine.observers.append(lambda *_: repeats.update([adaptive._repeats.is_repeat and adaptive._decision.drafts]))
+    engine.observers.append(lambda *_: repeats.update([adaptive._is_repeat and adaptive._rest is None]))
     assert run_all(engine, PROMPTS[:3], [greedy(80, ignore_eos=True)] * 3) == written(zoo, [80] * 3)
     assert repeats[True] > repeats[False]
 
@@ -378,9 +377,10 @@ def test_prompts_are_fed_to_the_draft_by_what_was_just_found(zoo: Zoo, monkeypat
         before = speculation.controller.optimum.drafts
         decide(speculation, plan)
         drafts = speculation.controller.optimum.drafts
-        if speculation._load.candidates and speculation.controller.has_tried:  # it was compared, or may have been
+        is_decided = speculation._load.candidates and speculation.controller.has_tried  # it was compared, or may have been
+        if is_decided and max(plan.num_tokens) > 1:
             assert plan.drafts_prompts == drafts
-            num_changed += before != drafts and max(plan.num_tokens) > 1
+            num_changed += before != drafts
 
     monkeypatch.setattr(AdaptiveSpeculation, "decide", look)
     assert run_all(engine, PROMPTS, PARAMS) == written(zoo)
@@ -572,7 +572,7 @@ def test_passes_of_a_device_take_what_its_marks_say(zoo: Zoo, monkeypatch: pytes
     curves, outcomes, observe = [PassCost([1, 64], [each] * 2) for each in (7.0, 1.0)], list[Outcome](), Controller.observe
     monkeypatch.setattr("titan.adaptive.profiler.measure", lambda *_: curves)
     monkeypatch.setattr(Controller, "observe", lambda *call: (outcomes.append(call[1]), observe(*call)))
-    monkeypatch.setattr(Repeats, "begin", lambda *_: False)  # no step is repeated: the controller is told of each
+    monkeypatch.setattr(Controller, "repeat", lambda *_: False)  # no step is repeated: the controller is told of each
     backend = make_back_end("triton")
     monkeypatch.setattr(backend, "mark", count().__next__)
     monkeypatch.setattr(backend, "seconds_between", lambda marks: [1.0, 0.5, 7.0] if marks == sorted(marks) else [])

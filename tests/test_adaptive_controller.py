@@ -19,7 +19,7 @@ from titan.adaptive.load import Candidate, Load, Outcome
 from titan.adaptive.optimum import DEBT_STEPS, Prices, best
 from titan.adaptive.pass_cost import PassCost
 from titan.adaptive.probes import LEAST_REVIEWED, PROBE_SHARE, Probes
-from titan.adaptive.repeats import Repeats
+from titan.adaptive.rest import Rest
 from titan.adaptive.standing import DWELL, Standing
 from titan.adaptive.value import PastRequests, Yield, estimate
 from titan.core.draft_history import AcceptanceCounts
@@ -371,14 +371,17 @@ def test_plans_may_be_as_deep_as_the_cap(n: int, most: int, weight: float) -> No
     assert best([0.97] * n, Prices(Load(candidates, n, 0), costs)).num_nodes == [most] * n
 
 
-def rests(controller: Controller, repeats: Repeats, load: Load, num_requests: int, outcome: Outcome, is_alike: bool = True) -> bool:
+def rests(controller: Controller, load: Load, num_requests: int, outcome: Outcome) -> bool:
     """Make a step in which the controller rests, if it does."""
-    if not repeats.begin(is_alike):
-        if not controller.rest(num_requests, load.num_rows):
-            return False
-        controller.begin_rest(load, num_requests)
-    repeats.note_rest(outcome.seconds, outcome.target_seconds)
-    return True
+    if rest := controller.rest(load, num_requests):
+        rest.note(outcome.seconds, outcome.target_seconds)
+    return rest is not None
+
+
+def repeat_rest(controller: Controller, outcome: Outcome) -> None:
+    """Make another step of the present rest."""
+    assert controller._rest is not None
+    controller._rest.note(outcome.seconds, outcome.target_seconds)
 
 
 def test_what_rests_cost_is_followed_and_drafts_of_before_count_less() -> None:
@@ -387,34 +390,33 @@ def test_what_rests_cost_is_followed_and_drafts_of_before_count_less() -> None:
     usual = Outcome(0, 0, 0, 0, DEMO.host(8, 0) + DEMO.target(8, 800), 0.0, DEMO.target(8, 800))
     slow = usual._replace(seconds=2 * usual.seconds, target_seconds=2 * usual.target_seconds)
     controller.choose(load)
-    repeats = Repeats(controller)
     for step in range(300):
         outcome = usual if step < 100 else slow
         if step == 100:
             before, drafts_before, num_rests = controller.costs.plain_seconds(load), load.candidates[0].counts.num_drafts, 0
-        if rests(controller, repeats, Load((), 8, 800), 8, outcome):
+        if controller.repeat(True):
+            repeat_rest(controller, outcome)
+            num_rests += 1
+        elif rests(controller, Load((), 8, 800), 8, outcome):
             num_rests += 1
         else:
             decision = controller.choose(load)
             drafting = usual._replace(num_nodes=sum(decision.num_nodes), seconds=2 * usual.seconds)
             controller.observe(drafting if decision.drafts else outcome)
-    repeats.begin(False)
+    controller.rest(load, 8)
     controller.choose(load)
     assert 100 < num_rests < 200
     assert controller.costs.plain_seconds(load) > 1.3 * before
     assert load.candidates[0].counts.num_drafts <= IDLE_FADE**num_rests * drafts_before
 
 
-@pytest.mark.parametrize(("num_slow", "is_slow"), [(6, False), (18, True)])
-def test_rests_that_something_held_up_tell_nothing_unless_most_were(num_slow: int, is_slow: bool) -> None:
-    controller, load, usual = controller_of(DEMO), Load((), 8, 800), DEMO.host(8, 0) + DEMO.target(8, 800)
-    for _ in range(8):
-        controller.costs.note_plain(load, 8, usual, DEMO.target(8, 800))
-    before = controller.costs.plain_seconds(load, 8)
-    controller.begin_rest(load, 8)
-    shares = num_slow * [3.0] + (20 - num_slow) * [1.0]
-    controller.end_rest([share * usual for share in shares], [share * DEMO.target(8, 800) for share in shares])
-    assert (controller.costs.plain_seconds(load, 8) > 1.02 * before) == is_slow
+@pytest.mark.parametrize(("num_slow", "seconds"), [(6, 1.0), (18, 3.0)])
+def test_rests_that_something_held_up_tell_nothing_unless_most_were(num_slow: int, seconds: float) -> None:
+    rest = Rest(Load((), 8, 800), 8, 1.5)
+    for share in num_slow * [3.0] + (20 - num_slow) * [1.0]:
+        rest.note(share, share / 2)
+    assert (rest.typical_seconds, rest.num_steps) == ((seconds, seconds / 2), 20)
+    assert rest.mean_load.num_context_tokens == 800 + 8 * 19 // 2
 
 
 @pytest.mark.parametrize(("is_right", "stands"), [(False, True), (True, False)])
@@ -438,12 +440,14 @@ def test_a_probe_that_shows_no_more_than_was_hoped_for_changes_nothing(is_right:
 def test_steps_like_a_rest_pass_until_something_changes_or_a_probe_is_due() -> None:
     controller, usual = controller_of(DEMO), Outcome(0, 0, 0, 0, DEMO.host(8, 0) + DEMO.target(8, 800), 0.0, DEMO.target(8, 800))
     load = Load([Candidate(counts(0.1, 20.0), 6, 2, 256, True) for _ in range(8)], 8, 800)
-    found, num_rested, repeats, probes, price = Counter[str](), 0, Repeats(controller), controller._probes, 0.0
+    found, num_rested, probes, price = Counter[str](), 0, controller._probes, 0.0
     for step in range(400):
         is_changed = step % 50 == 49  # then there is a prompt, too
-        if rests(controller, repeats, Load((), 40 if is_changed else 8, 800), 8, usual, not is_changed):
-            found["repeats" if repeats.is_repeat else "rests"] += 1
-            num_rested += 1
+        if controller.repeat(not is_changed):
+            repeat_rest(controller, usual)
+            found["repeats"], num_rested = found["repeats"] + 1, num_rested + 1
+        elif rests(controller, Load((), 40 if is_changed else 8, 800), 8, usual):
+            found["rests"], num_rested = found["rests"] + 1, num_rested + 1
         else:
             drafts_before = load.candidates[0].counts.num_drafts
             decision = controller.choose(load)
@@ -465,13 +469,14 @@ def test_rests_right_after_a_probe_are_repeated_and_what_their_cold_caches_cost_
     while not controller.choose(load).is_probe:
         controller.observe(usual)
     controller.observe(usual._replace(num_nodes=1, seconds=1.5 * usual.seconds))
-    while not controller.rest(8, 8):
+    while not (rest := controller.rest(Load((), 8, 800), 8)):
         controller.choose(load)
         controller.observe(usual)
-    controller.begin_rest(Load((), 8, 800), 8)
     num_steps, before = 1 + controller.num_repeats, controller._probes.credit
     assert 1 < num_steps <= COLD_PLAIN_STEPS
-    controller.end_rest(num_steps * [slowness * usual.seconds], num_steps * [slowness * usual.target_seconds])
+    for _ in range(num_steps):
+        rest.note(slowness * usual.seconds, slowness * usual.target_seconds)
+    controller.rest(Load((), 8, 800), 8)
     load = load._replace(num_context_tokens=800 + 8 * (num_steps - 1) // 2)
     earned, lost = PROBE_SHARE * slowness * usual.seconds, slowness * usual.seconds - controller.costs.plain_seconds(load)
     assert controller._probes.credit - before == pytest.approx(num_steps * (earned - max(0.0, lost)), abs=0.01 * usual.seconds)
@@ -480,9 +485,8 @@ def test_rests_right_after_a_probe_are_repeated_and_what_their_cold_caches_cost_
 
 def repeat(controller: Controller, *outcomes: Outcome) -> None:
     """Steps that draft as the last one."""
-    repeats = Repeats(controller)
     for outcome in outcomes:
-        assert repeats.begin(True)
+        assert controller.repeat(True)
         controller.note_repeat(outcome)
 
 
@@ -499,12 +503,16 @@ def test_steps_that_draft_are_repeated_between_comparisons(num_missing: int) -> 
     """Plain steps come in between all the same; requests that the draft was not fed are looked at again."""
     controller, found, in_a_row = controller_of(BIG), Counter[str](), 0
     load, drafting, plain = four_requests(num_missing)
-    repeats, drafts = Repeats(controller), False
+    drafts = False
     for _ in range(800):
-        if drafts and repeats.begin(True):
-            controller.note_repeat(drafting)
-            found["repeats"], in_a_row = found["repeats"] + 1, in_a_row + 1
-        elif rests(controller, repeats, Load((), 4, 400), 4, plain):
+        if controller.repeat(True):
+            if drafts:
+                controller.note_repeat(drafting)
+                found["repeats"], in_a_row = found["repeats"] + 1, in_a_row + 1
+            else:
+                repeat_rest(controller, plain)
+                found["rests"] += 1
+        elif rests(controller, Load((), 4, 400), 4, plain):
             found["rests"], drafts = found["rests"] + 1, False
         else:
             drafts, in_a_row = controller.choose(load).drafts, 0
@@ -538,7 +546,7 @@ def test_plain_steps_come_although_an_outcome_stands_for_long(slowness: float) -
             if num_repeats := controller.num_repeats:
                 repeat(controller, *[drafting] * num_repeats)
             else:
-                controller.rest(4, 4)
+                controller.rest(Load((), 4, 400), 4)
                 drafts = controller.choose(load).drafts
                 controller.observe(drafting if drafts else plain)
             controller.fleet.note_draft(0.9)
@@ -609,7 +617,7 @@ def test_a_decision_is_of_its_requests_in_whatever_order_they_come() -> None:
     decision = controller.choose(mixed)
     assert [worth is not None for worth in decision.worths] == [True, True, True, False]
     controller.observe(outcome._replace(num_nodes=sum(decision.num_nodes)))
-    assert controller._standing.num_left > 0 and not controller.rest(4, 4)
+    assert controller._standing.num_left > 0 and not controller.rest(Load((), 4, 400), 4)
     turned = controller.choose(mixed._replace(candidates=mixed.candidates[::-1]))
     assert [worth is not None for worth in turned.worths] == [False, True, True, True]
     controller.observe(outcome._replace(num_nodes=sum(turned.num_nodes)))
@@ -668,7 +676,7 @@ def test_what_was_drafted_is_learned_before_a_comparison_that_comes_early() -> N
     before = controller.costs.target.predict(8, 800)
     controller.observe(outcome._replace(target_seconds=0.9 * outcome.target_seconds))
     assert controller.costs.target.predict(8, 800) == before
-    assert not controller.rest(5, 5, 1)
+    assert not controller.rest(Load((), 5, 400), 5, 1)
     controller.choose(load._replace(candidates=[*load.candidates, load.candidates[0]], num_rows=5))
     assert controller.costs.target.predict(8, 800) < before
 
@@ -680,16 +688,16 @@ def test_a_new_request_is_compared_for_once_and_not_for_the_rows_of_its_prompt(n
     new = load.candidates[0]._replace(num_missing=61)
     joined = load._replace(candidates=[*load.candidates, new], num_rows=5 + num_others)
     ends = joined._replace(num_rows=joined.num_rows + 60, num_ending=60)
-    assert not controller.rest(5, ends.num_lasting, 1)
+    assert not controller.rest(ends._replace(candidates=()), 5, 1)
     decision, optimum = controller.choose(ends), controller.optimum
     controller.observe(outcome._replace(num_nodes=sum(decision.num_nodes)))
     for _ in range(3):
-        assert not controller.rest(5, joined.num_rows, 0)
+        assert not controller.rest(joined._replace(candidates=()), 5)
         assert controller.choose(joined).num_nodes == decision.num_nodes
     assert controller.optimum is optimum
     other, same, _ = drafting_controller()
     other.observe(outcome)
-    other.rest(5, joined.num_rows, 1)
+    other.rest(joined._replace(candidates=()), 5, 1)
     other.choose(joined._replace(candidates=[*same.candidates, new]))
     assert other.optimum == controller.optimum and other.optimum.num_nodes == decision.num_nodes
     assert other._standing.num_left == controller._standing.num_left + 3, "it stands as long"
@@ -701,16 +709,15 @@ def test_drafting_ends_where_it_brings_less_than_was_planned(share: float, tells
     """What is known of acceptance stays as it is: the fault lies elsewhere."""
     controller, num_drafting = Controller(Costs(BIG.curve(BIG.target), BIG.curve(BIG.draft))), 0
     rng, load = np.random.default_rng(0), Load([Candidate(counts(0.7, 20.0), 6, 2, 256, False) for _ in range(4)], 4, 400)
-    repeats, is_rest = Repeats(controller), False
+    is_rest = False
     for _ in range(200):
         plain = Outcome(0, 0, 0, 0, BIG.host(4, 0) + BIG.target(4, 400), 0.0, BIG.target(4, 400))
-        if not (is_repeated := repeats.begin(True)):
-            if is_rest := controller.rest(4, 4):
-                controller.begin_rest(Load((), 4, 400), 4)
-            else:
+        if not (is_repeated := controller.repeat(True)):
+            is_rest = controller.rest(Load((), 4, 400), 4) is not None
+            if not is_rest:
                 decision = controller.choose(load)
         if is_rest:
-            repeats.note_rest(plain.seconds, plain.target_seconds)
+            repeat_rest(controller, plain)
             continue
         if not decision.drafts:
             controller.observe(plain)

@@ -27,6 +27,7 @@ from titan.adaptive.costs import COLD_PLAIN_STEPS, Costs
 from titan.adaptive.load import Candidate, Load, Outcome
 from titan.adaptive.optimum import MARGIN, Optimum, Prices, best
 from titan.adaptive.probes import Probes
+from titan.adaptive.rest import Rest
 from titan.adaptive.standing import Standing
 from titan.adaptive.value import PastRequests, Yield, estimate, own_acceptance
 from titan.core.draft_history import AcceptanceCounts
@@ -99,9 +100,9 @@ class Controller:
         self._worths: Sequence[Worth | None] = ()  # of its candidates; None: they draft nothing
         self._standing = Standing()
         self._has_compared = False  # in the last decision
-        self.num_repeats = 0  # next steps of the same requests, one token each, that may do as the last one, unlooked at
+        self.num_repeats = 0  # next steps of the same requests, one token each, that may do as the last one, undecided
         self._num_rested = 0  # steps since anything was decided
-        self._last_rest: tuple[Load, int] = Load((), 0, 0), 0  # and its requests that emitted tokens
+        self._rest: Rest | None = None  # that goes on
         self._num_since_plain = 0  # steps since one was plain; below 0: plain ones still to come
         self._plain_after = 0.0  # such steps after which one is to be plain again
         self._estimates = estimate(self.fleet, self.past, (AcceptanceCounts(),))
@@ -118,24 +119,59 @@ class Controller:
         """Whether there may be a probe in the next step."""
         return self._probes.is_due
 
-    def rest(self, num_requests: int, num_rows: int, num_new: int = 0) -> bool:
-        """Return whether nothing is drafted in a step, whatever is known of its requests. Else choose.
+    def repeat(self, is_alike: bool) -> bool:
+        """Return whether a step does as the last one that was decided.
+
+        What is allowed is used up even if nothing is noted of a step, as of one that runs in parts.
+
+        Args:
+            is_alike: whether it is of the same requests as the last step, with a token each.
+        """
+        is_repeat = is_alike and self.num_repeats > 0
+        if is_repeat:
+            self.num_repeats -= 1
+        return is_repeat
+
+    def rest(self, load: Load, num_requests: int, num_new: int = 0) -> Rest | None:
+        """Return what sums up this step and its repeats if nothing is drafted, whatever is known of the requests. ``None``: choose.
 
         It stands that nothing pays, or plain steps show what these cost.
 
         Args:
+            load: of the step, without candidates.
             num_requests: that emit tokens.
-            num_rows: of the target's pass, without those of prompts that end with them, but for one each.
             num_new: requests among them that emit their first one.
         """
+        self._end_rest()
         self.num_repeats = 0
-        if not self._standing.begin(num_requests, num_rows, num_new):
+        if not self._standing.begin(num_requests, load.num_lasting, num_new):
             self._standing.end()
-            return False
-        rests = self._num_since_plain < -1 if self.optimum.drafts else not self._probes.is_due
-        if rests:
+        elif self._num_since_plain < -1 if self.optimum.drafts else not self._probes.is_due:
             self._count_rests(1)
-        return rests
+            plain_seconds = self.costs.plain_seconds(load, num_requests)
+            self._rest = Rest(load, num_requests, LONG_REPEAT * plain_seconds)
+            if load.num_rows == num_requests:
+                self.num_repeats = self._num_resting(plain_seconds)
+        return self._rest
+
+    def _num_resting(self, plain_seconds: float) -> int:
+        """Return how many more steps of this time are rests, of which all find cold caches, or none."""
+        if self.optimum.drafts:
+            most = -1 - self._num_since_plain
+        else:
+            most = self._probes.num_steps_until_due(plain_seconds, self._standing.num_left)
+        num_cold = self._probes.num_cold
+        return min(most, num_cold - 1) if num_cold else most
+
+    def _end_rest(self) -> None:
+        """Learn from the last rest."""
+        rest, self._rest = self._rest, None
+        if rest is None or not rest.num_steps:
+            return
+        load, n, num_steps = rest.mean_load, rest.num_requests, rest.num_steps
+        self._count_rests(num_steps - 1)
+        self._probes.observe(rest.seconds, self.costs.plain_seconds(load, n), None, n, num_steps=num_steps)
+        self.costs.note_plain(load, n, *rest.typical_seconds, num_steps)
 
     def _count_rests(self, num_steps: int) -> None:
         self._num_rested += num_steps
@@ -143,37 +179,6 @@ class Controller:
             self._num_since_plain += num_steps
         else:
             self._standing.pass_steps(num_steps)
-
-    def begin_rest(self, load: Load, num_requests: int) -> None:
-        """Take note that the controller rests in a step, of which nothing is known yet; the load has no candidates."""
-        self._last_rest = load, num_requests
-        if load.num_rows != num_requests:
-            return
-        if self.optimum.drafts:
-            most = -1 - self._num_since_plain
-        else:
-            plain_seconds = self.costs.plain_seconds(load, num_requests)
-            most = self._probes.num_steps_until_due(plain_seconds, self._standing.num_left)
-        self.num_repeats = min(most, self._probes.num_cold - 1) if self._probes.num_cold else most  # caches: all cold, or none
-
-    def end_rest(self, seconds: Sequence[float], target_seconds: Sequence[float]) -> None:
-        """Learn from steps in which the controller rested, the one that it began with and those that repeated it.
-
-        Args:
-            seconds: of each step.
-            target_seconds: of its pass of the target.
-        """
-        (load, n), num_steps = self._last_rest, len(seconds)
-        self._count_rests(num_steps - 1)
-        load = load._replace(num_context_tokens=load.num_context_tokens + n * (num_steps - 1) // 2)
-        plain_seconds = self.costs.plain_seconds(load, n)
-        self._probes.observe(sum(seconds), plain_seconds, None, n, num_steps=num_steps)
-        most = LONG_REPEAT * plain_seconds
-        usual = [pair for pair in zip(seconds, target_seconds, strict=True) if pair[0] <= most]
-        if len(usual) <= num_steps / 2:
-            usual = list(zip(seconds, target_seconds, strict=True))
-        total, of_target = map(sum, zip(*usual, strict=True))
-        self.costs.note_plain(load, n, total / len(usual), of_target / len(usual), num_steps)
 
     def choose(self, load: Load, *, has_room: bool = True) -> Decision:
         """Decide what the candidates of a step draft.

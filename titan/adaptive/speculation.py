@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import exp, log
 
-from titan.adaptive.controller import Controller, Decision
+from titan.adaptive.controller import Controller
 from titan.adaptive.load import Candidate, Load, Outcome
 from titan.adaptive.optimum import Optimum
-from titan.adaptive.repeats import Repeats
+from titan.adaptive.rest import Rest
 from titan.adaptive.value import own_acceptance
 from titan.core.draft_history import DraftHistory
 from titan.core.growth import Worth
@@ -24,9 +24,6 @@ TEMPERATURE_RATE = 1 / 32
 
 RESERVED_NODES = 8
 """Nodes for which room is reserved, as a multiple of those expected: where the draft is sure of itself, trees grow larger."""
-
-RESTING = Decision([], (), ())
-"""What becomes of steps in which the controller rests."""
 
 
 @dataclass(slots=True)
@@ -45,24 +42,22 @@ class AdaptiveSpeculation:
     _num_unfollowed: int = 0  # repeats with drafts since the temperatures of these were followed
     _budgets: list[int] = field(default_factory=list)  # most nodes of each row of the plan
     _worths: dict[int, Worth] = field(default_factory=dict)  # by row
-    _repeats: Repeats = field(init=False)
+    _is_repeat: bool = False  # whether the present step does as the one before
     _load: Load = field(default_factory=lambda: Load((), 0, 0))
-    _decision: Decision = RESTING
+    _rest: Rest | None = None  # which the present step is part of
     _last_shown: tuple[bool, Optimum] = False, Optimum([], 0.0)  # whether only a probe drafted, when last some might have drafted
-
-    def __post_init__(self) -> None:
-        self._repeats = Repeats(self.controller)
 
     def decide(self, plan: StepPlan) -> None:
         """Set budgets, worths and reviews of a plan's rows."""
         histories = [request.draft_history for request in plan.requests]
         is_alike = histories == self._last_histories and sum(plan.num_tokens) == len(histories)
-        is_alike = is_alike and (self._decision is RESTING or any(plan.draft_budgets))  # a last token is no failure to draft
-        if not self._repeats.begin(is_alike):
+        is_alike = is_alike and (self._rest is not None or any(plan.draft_budgets))  # a last token is no failure to draft
+        self._is_repeat = self.controller.repeat(is_alike)
+        if self._is_repeat:
+            plan.drafts_prompts = False  # there are none
+        else:
             self._decide_anew(plan, histories)
         plan.draft_budgets, plan.worths = list(map(min, plan.draft_budgets, self._budgets)), self._worths
-        if self._decision is RESTING:
-            plan.drafts_prompts = self.controller.optimum.drafts
 
     def _decide_anew(self, plan: StepPlan, histories: list[DraftHistory]) -> None:
         for history in self._typical.values() if self._num_unfollowed else ():
@@ -74,12 +69,15 @@ class AdaptiveSpeculation:
         is_first_try = len(plan.requests) == 1 and not self.controller.has_tried  # a long prompt is too much for a probe
         num_ending = sum([plan.num_tokens[i] for i in rows]) - len(rows)
         self._last_histories = histories if num_rows == len(rows) else []
-        if self.controller.rest(len(rows), num_rows - num_ending, num_new):
-            self._load, self._decision, self._typical = Load((), num_rows, num_context, num_ending), RESTING, {}
+        load = Load((), num_rows, num_context, num_ending)
+        self._rest = self.controller.rest(load, len(rows), num_new)
+        if self._rest is not None:
+            self._load, self._typical = load, {}
+            plan.drafts_prompts = num_rows > len(rows) and self.controller.optimum.drafts
             return
         self._typical = {i: histories[i] for i in rows if (each := plan.requests[i]).params.is_greedy and not each.has_transforms}
-        self._load = Load([self._candidate(plan.requests[i]) for i in rows], num_rows, num_context, num_ending)
-        self._decision = decision = self.controller.choose(self._load, has_room=self.num_reserved > 0)
+        self._load = load._replace(candidates=[self._candidate(plan.requests[i]) for i in rows])
+        decision = self.controller.choose(self._load, has_room=self.num_reserved > 0)
         optimum = self.controller.optimum
         plan.drafts_prompts = optimum.drafts or is_first_try
         self.num_reserved = min(self.max_nodes, RESERVED_NODES * max(optimum.num_nodes, default=0))
@@ -118,10 +116,8 @@ class AdaptiveSpeculation:
         if self.is_latency:
             for i in self._rows:
                 plan.requests[i].draft_history.tokens_per_step.note(1 + len(acceptance.paths[i]))
-        if self._decision is RESTING:
-            if not self._repeats.is_repeat:
-                self.controller.begin_rest(self._load, len(self._rows))
-            self._repeats.note_rest(times.recurring, times.target)
+        if self._rest is not None:
+            self._rest.note(times.recurring, times.target)
             return
         draft_seconds, passes = 0.0, (0, 0)  # drafting of which no passes are known is a part of the host
         if (growth := acceptance.trees.growth) is not None:
@@ -130,7 +126,7 @@ class AdaptiveSpeculation:
         num_nodes, num_accepted = acceptance.trees.num_nodes, sum(map(len, acceptance.paths))
         seconds = (times.recurring, draft_seconds, times.target, times.adapt)
         outcome = Outcome(num_nodes, num_accepted, *passes, *seconds, report.num_rows, report.seconds)
-        if self._repeats.is_repeat:
+        if self._is_repeat:
             self.controller.note_repeat(outcome)
             self._num_unfollowed += 1
             return

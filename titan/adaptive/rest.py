@@ -1,0 +1,55 @@
+"""Steps in a row in which nothing is decided or drafted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from titan.adaptive.load import Load
+
+
+@dataclass(slots=True)
+class Rest:
+    """Sums up what such steps of the same requests take, those that something held up apart."""
+
+    load: Load  # of the first; it has no candidates
+    num_requests: int  # that emit tokens
+    longest: float  # seconds that a step takes if nothing holds it up
+    num_usual: int = 0
+    usual_seconds: float = 0.0
+    usual_target_seconds: float = 0.0  # of their passes of the target
+    num_held_up: int = 0
+    held_up_seconds: float = 0.0
+    held_up_target_seconds: float = 0.0
+
+    def note(self, seconds: float, target_seconds: float) -> None:
+        """Add a step, and the time of its pass of the target."""
+        if seconds <= self.longest:
+            self.num_usual += 1
+            self.usual_seconds += seconds
+            self.usual_target_seconds += target_seconds
+        else:
+            self.num_held_up += 1
+            self.held_up_seconds += seconds
+            self.held_up_target_seconds += target_seconds
+
+    @property
+    def num_steps(self) -> int:
+        """Number of the steps."""
+        return self.num_usual + self.num_held_up
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all of them."""
+        return self.usual_seconds + self.held_up_seconds
+
+    @property
+    def typical_seconds(self) -> tuple[float, float]:
+        """Mean seconds of a step and of its pass: of the usual ones, or of those held up if these are as many: it may stay so."""
+        if self.num_usual > self.num_held_up:
+            return self.usual_seconds / self.num_usual, self.usual_target_seconds / self.num_usual
+        return self.held_up_seconds / self.num_held_up, self.held_up_target_seconds / self.num_held_up
+
+    @property
+    def mean_load(self) -> Load:
+        """Load of a step in the middle: each has emitted a token of each request."""
+        return self.load._replace(num_context_tokens=self.load.num_context_tokens + self.num_requests * (self.num_steps - 1) // 2)
