@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,13 +15,34 @@ from triton.runtime import interpreter
 PLAIN_TYPES = {each.name for each in (tl.int1, tl.int32, tl.int64, tl.float32)}
 """Types of which two operands of one shape need no cast, whatever the operation."""
 
+COMPUTED_TYPES = {each.name for each in (tl.int32, tl.int64, tl.float32)}
+INTEGER_TYPES = {each.name for each in (tl.int1, tl.int32, tl.uint32, tl.int64)}
+"""Of those, what numbers are computed and compared of at once; and what is combined bit by bit."""
+
+COMPARISONS = {
+    "less_than": np.less,
+    "less_equal": np.less_equal,
+    "greater_than": np.greater,
+    "greater_equal": np.greater_equal,
+    "equal": np.equal,
+    "not_equal": np.not_equal,
+}
+BITWISE = {"and_": np.bitwise_and, "or_": np.bitwise_or, "xor_": np.bitwise_xor}
+OPERATIONS = {"add": np.add, "sub": np.subtract, "mul": np.multiply} | COMPARISONS | BITWISE
+FLAGS = {"add": (True, True), "sub": (True, False)}
+"""Of how the operation checks its operands."""
+TYPES: dict[tuple[str, tuple[int, ...]], tl.block_type] = {}
+"""Of blocks, by the name of what they hold and their shape."""
+
 
 def make_quick() -> None:
     """Replace what is slow in the interpreter, of this process and for good; kernels compute and refuse the same."""
     _patch_language_once()
     _keep_types()
     _combine_at_once()
+    _compute_at_once()
     TritonSemantic.binary_op_sanitize_overflow_impl = _check_overflow
+    interpreter.TensorHandle.__init__ = _init_handle
 
 
 def _patch_language_once() -> None:
@@ -109,6 +131,53 @@ def _keep_types() -> None:
         return dtypes[name]
 
     tl.tensor.__init__, tl.block_type.__init__, interpreter._get_np_dtype = init_tensor, init_block_type, np_dtype
+
+
+def _compute_at_once() -> None:
+    """Let numpy compute with operands of one type and broadcast them; else each of a dozen functions looks at their types first."""
+    for name, compute in OPERATIONS.items():
+        setattr(TritonSemantic, name, _quick_operation(getattr(TritonSemantic, name), compute))
+
+
+def _quick_operation(operation: Any, compute: np.ufunc) -> Any:
+    name, flags = operation.__name__, FLAGS.get(operation.__name__, ())
+    compares, is_bitwise, is_exact = name in COMPARISONS, name in BITWISE, name in ("add", "sub", "mul")
+
+    @wraps(operation)
+    def computed(self: TritonSemantic, lhs: Any, rhs: Any, sanitize_overflow: bool = False) -> tl.tensor:
+        options = (sanitize_overflow,) if is_exact else ()
+        if type(lhs) is not tl.tensor or type(rhs) is not tl.tensor:
+            lhs, rhs = self.binary_op_type_checking_impl(lhs, rhs, *flags)
+        dtype = lhs.dtype
+        if name == "add" and dtype.is_ptr() and rhs.dtype.name in ("int32", "int64"):
+            handle = self.builder.create_addptr(lhs.handle, rhs.handle)
+        elif dtype is not rhs.dtype or dtype.name not in (INTEGER_TYPES if is_bitwise else COMPUTED_TYPES):
+            return operation(self, lhs, rhs, *options)
+        elif is_exact and dtype.name == "int32":
+            exact = compute(lhs.handle.data, rhs.handle.data, dtype=np.int64)
+            handle = interpreter.TensorHandle(exact.astype(np.int32), dtype)
+            if sanitize_overflow and not np.logical_and.reduce(handle.data == exact, axis=None):
+                raise AssertionError(f"int32 overflow detected for operation {name}")
+        else:
+            handle = interpreter.TensorHandle(compute(lhs.handle.data, rhs.handle.data), dtype)
+        return tl.tensor(handle, _type_of(handle.data, tl.int1 if compares else dtype, lhs, rhs))
+
+    return computed
+
+
+def _type_of(data: np.ndarray[Any, Any], dtype: tl.dtype, lhs: tl.tensor, rhs: tl.tensor) -> tl.dtype:
+    """Of numbers that two tensors give."""
+    if not lhs.type.is_block() and not rhs.type.is_block():
+        return dtype
+    key = dtype.name, data.shape
+    if key not in TYPES:
+        TYPES[key] = tl.block_type(dtype, list(data.shape))
+    return TYPES[key]
+
+
+def _init_handle(self: interpreter.TensorHandle, data: np.ndarray[Any, Any], dtype: tl.dtype) -> None:
+    """Whether numpy's numbers are wider than those of the type is asked where they are computed."""
+    self.data, self.dtype, self.attr = data, dtype, {}
 
 
 def _check_overflow(self: TritonSemantic, lhs: tl.tensor, rhs: tl.tensor, operation: Any) -> None:
