@@ -260,9 +260,9 @@ def test_info_tells_from_the_config_alone_whether_a_model_runs_and_in_how_much_m
     assert f"({2 * model.num_parameters():,} bytes) in float16" in facts["weights"]
     sizes = {name: size for name, size in facts.items() if name.startswith("KV")}
     assert sizes == {  # K and V, layers, heads, head_dim, float16
-        "KV, 1 token": f"{2 * 3 * 2 * 16 * 2} bytes",
-        "KV, 2,048 tokens": "768.0 KiB (786,432 bytes)",
-        "KV, 4,096 tokens (all)": "1.5 MiB (1,572,864 bytes)",
+        "KV, 1 token": f"{2 * 2 * 2 * 16 * 2} bytes",
+        "KV, 2,048 tokens": "512.0 KiB (524,288 bytes)",
+        "KV, 4,096 tokens (all)": "1.0 MiB (1,048,576 bytes)",
     }
     assert info(capsys, "--model", str(tmp_path))["runs"] == "yes, natively in float32: compiled C++ in every layer"
     monkeypatch.setattr("titan.kernels.cpu.backend.OP_TRAITS", TRAITS - {"tied_embedding"})
@@ -341,7 +341,7 @@ def test_compare_says_where_and_why_texts_differ(
         assert result["difference"]["place"] == 5
         prefix = [*LLM(models[1], num_kv_blocks=8).get_tokenizer().encode("the dog"), *result["token_ids"][:5]]
         best, second = reference_logits(zoo.model("llama+text"), prefix)[-1].topk(2).values.tolist()
-        assert result["difference"]["top2_gap"] == pytest.approx(best - second, abs=0.05 if "bfloat16" in options else 1e-4)
+        assert result["difference"]["top2_gap"] == pytest.approx(best - second, abs=0.1 if "bfloat16" in options else 1e-4)
     assert generate(*models, *options, "--compare") == 0
     line = capsys.readouterr().out.splitlines()[-1]
     place, gap = result["difference"]["place"], result["difference"]["top2_gap"]

@@ -26,7 +26,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral_window": ("mistral", {"sliding_window": 3}),
     "qwen2_layers": ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
     "gemma3": ("gemma3_text", {"sliding_window": 7, "sliding_window_pattern": 2}),
-    "olmo3": ("olmo3", {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "olmo3": ("olmo3", {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
     "qwen3_tied": ("qwen3", {"tie_word_embeddings": True, "head_dim": 32}),
     "llama_tied": ("llama", {"tie_word_embeddings": True, "vocab_size": 160, "hidden_size": 64}),  # whole blocks

@@ -43,7 +43,7 @@ PROMPTS = random_prompts(4, seed=8, max_len=24)
 NUM_TOKENS = 20
 USERS = [RequestTerms(user="ab"[i // 2]) for i in range(len(PROMPTS))]
 CLASSES = [replace(each, priority=PRIORITIES[2 - i % 3]) for i, each in enumerate(USERS)]
-MEMORY = {"ample": AMPLE, "scarce": SCARCE | {"num_kv_blocks": 8}}
+MEMORY = {"ample": AMPLE, "scarce": SCARCE | {"num_kv_blocks": 7}}
 
 Case = dict[str, str]
 

@@ -588,10 +588,10 @@ def test_the_engines_limit_holds_for_every_drafter(zoo: Zoo) -> None:
 
 
 def test_the_size_of_the_pool_follows_from_the_memory(zoo: Zoo) -> None:
-    """Per token, target: 3 layers, draft: 2 layers, each 2 * 2 heads * 16 * 4 bytes."""
-    by_memory = CPU | {"num_kv_blocks": None, "kv_cache_memory": 16 * 256 * 3 * 10}
+    """Per token, target: 2 layers, draft: one, each 2 * 2 heads * 16 * 4 bytes."""
+    by_memory = CPU | {"num_kv_blocks": None, "kv_cache_memory": 16 * 256 * 2 * 10}
     assert LLM(zoo.path("llama"), **by_memory).metrics().num_kv_blocks == 10
-    assert LLM(zoo.path("llama"), zoo.path("other"), **by_memory).metrics().num_kv_blocks == 6
+    assert LLM(zoo.path("llama"), zoo.path("thin"), **by_memory).metrics().num_kv_blocks == 6
     assert LLM(zoo.path("llama"), max_batch_size=5, device="cpu").metrics().num_kv_blocks == 5 * 256 // 16
 
 

@@ -104,7 +104,7 @@ def test_an_engine_runs_on_a_back_end_of_ones_own(zoo: Zoo, name: str) -> None:
     assert {"active", "check_limits", "clear_blocks", "download", "select", "verify", "grow"} <= own.calls.keys()
     assert own.calls["sample_children"] > 0 or name != "sampled"
     assert own.calls["move_paths"] > 0 or name == "auto"
-    bytes_per_block = 16 * 3 * 2 * 2 * 16 * 4
+    bytes_per_block = 16 * 2 * 2 * 2 * 16 * 4
     assert engine.kv.num_blocks == OwnBackend.KV_MEMORY // bytes_per_block
 
 

@@ -15,7 +15,7 @@ from titan.core.metrics import TierMetrics
 from titan.memory.sizing import check_swap_space
 from titan.schedule.preemption import SwapRule
 
-BYTES = 3 * 2 * 2 * 16 * 4 * SCARCE["block_size"]  # of a block of one cache of these models
+BYTES = 2 * 2 * 2 * 16 * 4 * SCARCE["block_size"]  # of a block of one cache of these models
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,6 @@ def test_the_same_memory_holds_nearly_twice_the_tokens_of_bfloat16(zoo: Zoo) -> 
     for dtype, bytes_per_row in (("auto", 16 * 4), ("int8", 16 + 4)):
         engine = make_engine(zoo.path("llama"), kv_cache_dtype=dtype, kv_cache_memory=2**20)
         [target] = engine.kv.tensors.values()
-        block_bytes = 16 * 3 * 2 * 2 * bytes_per_row
+        block_bytes = 16 * 2 * 2 * 2 * bytes_per_row
         assert sum(group.nbytes for group in target.groups) == engine.limits.num_kv_blocks * block_bytes
         assert engine.limits.num_kv_blocks == 2**20 // block_bytes

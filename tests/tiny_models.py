@@ -19,7 +19,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": 131,
     "hidden_size": 48,
     "intermediate_size": 80,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,

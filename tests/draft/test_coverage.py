@@ -20,6 +20,7 @@ from zoo import Zoo, random_prompts
 from titan.core.draft_history import DraftHistory
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
+from titan.core.step import Acceptance, StepPlan
 from titan.draft.registry import DraftSpec
 
 PROMPTS = random_prompts(14, seed=1, max_len=45)
@@ -52,13 +53,19 @@ def test_coverage_through_drafting_pauses_prefix_hits_and_preemption(
     draft, options = f"{target}~", SCARCE | SHAPES[shape] | {"draft_sampling": draft_sampling, "enable_prefix_caching": caching}
     engine = make_engine(zoo.path(target), zoo.path(draft), **options)
     auditor = Auditor(zoo, engine, target)
-    requests = submit(engine, PROMPTS, map(mixed_params, range(len(PROMPTS))))
+    requests, drafted = submit(engine, PROMPTS, map(mixed_params, range(len(PROMPTS)))), set[str]()
+
+    def note(plan: StepPlan, _: Acceptance) -> None:
+        drafted.clear()
+        drafted.update(each.request_id for each, budget in zip(plan.requests, plan.draft_budgets, strict=True) if budget)
+
+    engine.observers.append(note)
     while engine.scheduler.has_unfinished:
         engine.step()
         auditor.check(draft)
         check_blocks(engine)
         for request in engine.scheduler.running:
-            is_steady = request.num_output_tokens > 0 and request.metrics.num_preemptions == 0
+            is_steady = request.num_output_tokens > 0 and request.metrics.num_preemptions == 0 and request.request_id in drafted
             if is_steady and request.params.use_speculative and request.params.max_draft_tokens is None:
                 assert request.num_tokens - request.num_drafted_context <= 2
             assert request.params.may_draft or caching or request.num_drafted_context == 0, "fed for nothing"
@@ -127,8 +134,10 @@ def test_a_steady_request_lacks_one_or_two_tokens_and_a_paused_one_catches_up_at
 @pytest.mark.parametrize(("options", "num_fed"), [({"max_tokens": 1}, 0), ({"max_tokens": 2}, 44), ({"max_draft_tokens": 0}, 0)])
 def test_a_prompt_is_fed_only_if_its_request_may_draft(zoo: Zoo, options: dict[str, Any], num_fed: int) -> None:
     """The last token needs no drafts."""
-    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), **(AMPLE | {"prefill_chunk_size": 16}))
-    [request] = submit(engine, random_prompts(2, seed=3, max_len=44)[1:], [SamplingParams(temperature=0.0, **options)])
+    engine = make_engine(zoo.path("llama"), zoo.path("useless"), **(AMPLE | {"prefill_chunk_size": 16}))
+    [request] = submit(
+        engine, random_prompts(2, seed=3, max_len=44)[1:], [SamplingParams(temperature=0.0, ignore_eos=True, **options)]
+    )
     most = 0
     while engine.scheduler.has_unfinished:
         engine.step()

@@ -156,7 +156,7 @@ BROKEN: dict[str, tuple[Damage, str]] = {
         f"{UNFIT}missing model.norm.weight; unexpected norm.weight; of another shape none; "
         "model_impl='transformers' takes names without 'model.' as well",
     ),
-    "many missing": (config(num_hidden_layers=5), f"{UNFIT}missing ... and 13 more; unexpected none; ..."),
+    "many missing": (config(num_hidden_layers=4), f"{UNFIT}missing ... and 13 more; unexpected none; ..."),
     "shape": (weights(model__norm__weight=torch.ones(7)), f"{UNFIT}... of another shape model.norm.weight ([7], not [48])"),
     "integers": (
         weights(model__norm__weight=torch.ones(48, dtype=torch.int8)),

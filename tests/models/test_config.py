@@ -55,7 +55,7 @@ def test_dtype_memory_per_token_and_windows(tmp_path: Path) -> None:
     assert {layer.attention.window for layer in layers} == {None}  # no position can leave it
     config = read(tmp_path, torch_dtype="bfloat16")
     assert config.dtype == torch.bfloat16
-    assert config.kv_layout(torch.bfloat16).bytes_per_token == 2 * 3 * 2 * 16 * 2
+    assert config.kv_layout(torch.bfloat16).bytes_per_token == 2 * 2 * 2 * 16 * 2
 
 
 @pytest.mark.parametrize("model_impl", ["native", "transformers"])
@@ -102,7 +102,7 @@ def test_a_window_of_nothing_is_refused_where_the_family_uses_it_whatever_is_sai
 
 def test_layers_of_an_unknown_type_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'chunked_attention' is not supported"):
-        read(tmp_path, "qwen2", layer_types=["chunked_attention"] * 3)
+        read(tmp_path, "qwen2", layer_types=["chunked_attention"] * 2)
 
 
 def test_numbers_of_other_families_are_checked(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {model_type: (model_type, {}) 
 WINDOWED = {"mistral", "qwen2", "qwen3", "phi3", "olmo3", "gemma3"}
 
 SLIDING = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
-TYPES = {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+TYPES = {"num_hidden_layers": 3, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = (
     {f"llama_{rope}": ("llama", {"rope_parameters": dict(parameters)}) for rope, parameters in ROPES.items()}
@@ -82,7 +82,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = (
         "gemma3_window": ("gemma3_text", {"sliding_window": 7, "sliding_window_pattern": 2, "tie_word_embeddings": True}),
         "olmo3_window": ("olmo3", TYPES | {"sliding_window": 7}),
         "smollm3_window": ("smollm3", {"use_sliding_window": True, "sliding_window": 7, "no_rope_layer_interval": 2}),
-        "qwen3_layer_types": ("qwen3", SLIDING | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+        "qwen3_layer_types": ("qwen3", SLIDING | {"layer_types": ["sliding_attention", "full_attention"]}),
     }
 )
 

@@ -59,7 +59,7 @@ def test_every_emitted_token_has_the_models_own_logprobs(zoo: Zoo, name: str, dr
     pool: dict[str, Any] = {"speculation": "fixed", "block_size": 8, "num_kv_blocks": 6, "max_batch_size": 4}
     llm = LLM(zoo.path("llama+text"), draft and zoo.path(draft), dtype="float32", device="cpu", **pool)
     counts = [0, 1, 5, 20, None, -1]
-    params = [SamplingParams(max_tokens=16, logprobs=count, **OPTIONS[name]) for count in counts]
+    params = [SamplingParams(max_tokens=20, logprobs=count, **OPTIONS[name]) for count in counts]
     outputs = llm.generate(PROMPTS, params, use_tqdm=False)
     for prompt, count, output in zip(PROMPTS, counts, outputs, strict=True):
         if count is None:
