@@ -456,41 +456,6 @@ def test_a_forked_process_is_refused(llm: LLM, zoo: Zoo, name: str) -> None:
     stream.close()
 
 
-FORKING = """
-import os, signal, sys, threading
-from titan import LLM, SamplingParams
-
-is_stepping, has_ended = threading.Event(), threading.Event()
-
-def observe(plan, acceptance):
-    is_stepping.set()
-    has_ended.wait()
-
-def ask():
-    llm.generate([[5, 6]], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
-
-llm = LLM(sys.argv[1], dtype="float32", device="cpu", num_kv_blocks=64, warm_up=False)
-llm.engine.observers.append(observe)
-thread = threading.Thread(target=ask)
-thread.start()
-is_stepping.wait()
-if (child := os.fork()) == 0:
-    signal.alarm(int(sys.argv[2]))
-    sys.exit()
-_, status = os.waitpid(child, 0)
-has_ended.set()
-thread.join()
-print(os.waitstatus_to_exitcode(status))
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="a platform without fork")
-def test_a_process_that_is_forked_beside_a_step_can_end(zoo: Zoo) -> None:
-    command = [sys.executable, "-c", FORKING, zoo.path("llama+text"), str(WATCHDOG_S)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=2 * WATCHDOG_S, check=False)
-    assert (ended.returncode, ended.stdout) == (0, "0\n"), ended.stderr
-
-
 def test_a_stream_joins_although_another_caller_keeps_the_queue_full(zoo: Zoo) -> None:
     llm = LLM(zoo.path("llama+text"), dtype="float32", device="cpu", num_kv_blocks=64, max_waiting_requests=2, max_batch_size=1)
     many, params = [f"the {i}" for i in range(12)], greedy(6, n=3, ignore_eos=True)
@@ -520,8 +485,8 @@ def test_a_stream_that_is_complete_outlives_a_step_that_fails(llm: LLM) -> None:
     assert last.finished and last.error is None
 
 
-ENDING = """
-import atexit, os, sys, threading
+OWN_PROCESS = """
+import atexit, os, signal, sys, threading
 
 def ask_too_late():
     try:
@@ -533,6 +498,54 @@ atexit.register(ask_too_late)  # before all others, so that it is called last
 
 import torch
 from titan import LLM, SamplingParams
+from titan.models import decoder_weights as weights
+
+outputs, devices, start = [], [], threading.Barrier(2)
+
+class WatchedDecoder(weights.Decoder):
+    def register_parameter(self, name, parameter):
+        devices.append(torch.nn.Linear(2, 2).weight.device.type)
+        super().register_parameter(name, parameter)
+
+def load():
+    llm = LLM("demo", "demo", device="cpu", num_kv_blocks=32, speculation="fixed")
+    params = SamplingParams(temperature=0, max_tokens=8)
+    outputs.append(llm.generate("def f(", params, use_tqdm=False)[0].outputs[0].token_ids)
+
+def load_at_once():
+    start.wait()
+    load()
+
+weights.Decoder = WatchedDecoder
+threads = [threading.Thread(target=load_at_once) for _ in range(2)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+load()
+print(set(devices), torch.nn.Linear(2, 2).weight.device.type, outputs[0] == outputs[1] == outputs[2] != [], flush=True)
+
+is_stepping, has_ended = threading.Event(), threading.Event()
+
+def wait(plan, acceptance):
+    is_stepping.set()
+    has_ended.wait()
+
+def ask(max_tokens):
+    llm.generate([[5, 6]], SamplingParams(max_tokens=max_tokens, ignore_eos=True, detokenize=False), use_tqdm=False)
+
+llm = LLM(sys.argv[1], dtype="float32", device="cpu", num_kv_blocks=64, warm_up=False)
+llm.engine.observers.append(wait)
+thread = threading.Thread(target=ask, args=[1])
+thread.start()
+is_stepping.wait()
+if (child := os.fork()) == 0:
+    signal.alarm(int(sys.argv[2]))
+    atexit.unregister(ask_too_late)
+    sys.exit()
+_, status = os.waitpid(child, 0)
+has_ended.set()
+thread.join()
+print(os.waitstatus_to_exitcode(status), flush=True)
+llm.engine.observers.remove(wait)
 
 has_begun, matrix = threading.Event(), torch.ones(1000, 1000)
 
@@ -543,22 +556,37 @@ def observe(plan, acceptance):
         matrix @ matrix  # during which other threads run
     os.write(1, b"done ")
 
-def ask():
-    llm.generate([[5, 6]], SamplingParams(max_tokens=400, ignore_eos=True, detokenize=False), use_tqdm=False)
+def answer():
+    ask(400)
     os.write(1, b"answered ")
 
-llm = LLM(sys.argv[1], dtype="float32", device="cpu", num_kv_blocks=64, warm_up=False)
 llm.engine.observers.append(observe)
 for _ in range(2):
-    threading.Thread(target=ask, daemon=True).start()
+    threading.Thread(target=answer, daemon=True).start()
 has_begun.wait()
 """
 
 
-def test_a_process_ends_between_the_steps_of_its_daemon_threads(zoo: Zoo) -> None:
-    command = [sys.executable, "-c", ENDING, zoo.path("llama+text")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=WATCHDOG_S, check=False)
-    assert ended.returncode == 0 and not ended.stderr
-    *steps, refusal = ended.stdout.split(" ", 2 * ended.stdout.count("begun"))
+@pytest.fixture(scope="module")
+def printed(zoo: Zoo) -> list[str]:
+    """Of one process for several tests, whose imports take most of the time: what each of them looks at."""
+    if not hasattr(os, "fork"):
+        pytest.skip("a platform without fork")
+    command = [sys.executable, "-c", OWN_PROCESS, zoo.path("llama+text"), str(WATCHDOG_S)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=3 * WATCHDOG_S, check=False)
+    assert ended.returncode == 0 and not ended.stderr, ended.stderr
+    return ended.stdout.split("\n", 2)
+
+
+def test_models_can_be_loaded_in_two_threads_and_loading_changes_nothing_of_torch(printed: list[str]) -> None:
+    assert printed[0] == "{'cpu'} cpu True"
+
+
+def test_a_process_that_is_forked_beside_a_step_can_end(printed: list[str]) -> None:
+    assert printed[1] == "0"
+
+
+def test_a_process_ends_between_the_steps_of_its_daemon_threads(printed: list[str]) -> None:
+    *steps, refusal = printed[2].split(" ", 2 * printed[2].count("begun"))
     assert steps == ["begun", "done"] * (len(steps) // 2) and steps
     assert "while its process ends" in refusal

@@ -342,36 +342,6 @@ def test_rotations_are_those_of_the_positions_that_are_run(tmp_path: Path, draft
     assert engine.metrics().mean_acceptance_length > 3
 
 
-LOAD_IN_THREADS = """
-import threading, torch
-from titan import LLM, SamplingParams
-from titan.models import decoder_weights as weights
-params, outputs, devices, start = SamplingParams(temperature=0, max_tokens=8), [], [], threading.Barrier(2)
-class WatchedDecoder(weights.Decoder):
-    def register_parameter(self, name, parameter):
-        devices.append(torch.nn.Linear(2, 2).weight.device.type)
-        super().register_parameter(name, parameter)
-weights.Decoder = WatchedDecoder
-def load():
-    llm = LLM("demo", "demo", device="cpu", num_kv_blocks=32, speculation="fixed")
-    outputs.append(llm.generate("def f(", params, use_tqdm=False)[0].outputs[0].token_ids)
-def load_at_once():
-    start.wait()
-    load()
-threads = [threading.Thread(target=load_at_once) for _ in range(2)]
-for thread in threads: thread.start()
-for thread in threads: thread.join()
-load()
-print(set(devices), torch.nn.Linear(2, 2).weight.device.type, outputs[0] == outputs[1] == outputs[2] != [])
-"""
-
-
-def test_models_can_be_loaded_in_two_threads_and_loading_changes_nothing_of_torch() -> None:
-    arguments = [sys.executable, "-c", LOAD_IN_THREADS]
-    run = subprocess.run(arguments, check=True, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert run.stdout.split() == ["{'cpu'}", "cpu", "True"] and "Exception in thread" not in run.stderr
-
-
 MEASURE_PEAKS = """
 import sys, torch
 from titan.kernels.backend import choose_backend
@@ -404,14 +374,14 @@ def measure_memory(implementation: str, tiny: Path, large: Path, *dtypes: str) -
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the high-water mark is read from Linux's /proc")
 def test_loading_peaks_at_little_more_than_the_weights(tmp_path: Path) -> None:
-    """Of some 100 and 200 MB."""
+    """Of some 70 and 130 MB."""
     make_model(tmp_path / "tiny")
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
-    model = make_model(tmp_path / "large", **sizes, num_hidden_layers=12, vocab_size=8000)
+    model = make_model(tmp_path / "large", **sizes, num_hidden_layers=6, vocab_size=8000)
     in_bfloat16, in_float32 = (
         peak for peak, _ in measure_memory("native", tmp_path / "tiny", tmp_path / "large", "bfloat16", "float32")
     )
-    assert model.num_parameters() > 50e6
+    assert model.num_parameters() > 30e6
     assert in_bfloat16 <= 1.2 * 2 * model.num_parameters()
     assert in_float32 <= 1.2 * 4 * model.num_parameters()
 
