@@ -47,7 +47,7 @@ from titan.verify import options
 VOCAB_SIZE = 8
 LENGTH = 3
 MORE = 3  # tokens behind those that are looked at, so that the first trees have nodes to branch
-NUM_SEQUENCES = 2000
+NUM_SEQUENCES = 1300
 NUM_ON_PYTORCH = 700  # whose rules take long: the p-value of `no_residual` is then 1e-8
 PROMPT = [3, 6, 1, 1, 5]
 STOP = 4
@@ -184,7 +184,7 @@ CASES = [
 def test_speculation_keeps_the_targets_distribution(zoo: Zoo, sampling: str, proposal: str) -> None:
     """The negative control: it is not that of the target without the options. And what is not sampled changes no sequence."""
     sampled = sample(zoo, sampling, Bush() if proposal == "bush" else proposal)
-    assert sampled.accepted_per_depth[0] > NUM_SEQUENCES / 2 and sampled.accepted_per_depth[1] > 30, "nothing is tested"
+    assert sampled.accepted_per_depth[0] > NUM_SEQUENCES / 2 and sampled.accepted_per_depth[1] > 15, "nothing is tested"
     assert p_value(zoo, sampled, sampling) > 1e-3
     assert p_value(zoo, sampled, None) < 1e-6
     if proposal in ("bush", "most likely"):
