@@ -240,7 +240,7 @@ def test_drafting_comes_back_when_it_pays_and_catches_up(zoo: Zoo, monkeypatch: 
     assert max(sizes) == 6  # however sure the draft is
 
 
-@pytest.mark.parametrize(("draft", "temperature"), [("llama~", 0.0), ("llama~", 1.0), ("short", 0.0)])
+@pytest.mark.parametrize(("draft", "temperature"), [("llama~", 0.0), ("llama~", 1.0), ("short_llama", 0.0)])
 def test_repeated_decisions_are_cut_to_what_requests_may_draft(
     zoo: Zoo, draft: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -369,7 +369,7 @@ def test_a_drafter_that_is_not_fed_repeats_decisions(zoo: Zoo, monkeypatch: pyte
 def test_prompts_are_fed_to_the_draft_by_what_was_just_found(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by what was found before, in steps in which that changes."""
     Machine(monkeypatch, CHANGING)
-    engine, num_changed = adaptive_engine(zoo, "llama~", **SCARCE | {"num_kv_blocks": 60}), 0
+    engine, num_changed = adaptive_engine(zoo, "llama~", **SCARCE | {"num_kv_blocks": 60, "prefill_chunk_size": 2}), 0
     decide = AdaptiveSpeculation.decide
 
     def look(speculation: AdaptiveSpeculation, plan: StepPlan) -> None:
@@ -557,7 +557,7 @@ def test_options_that_the_draft_does_not_see_teach_only_their_request(zoo: Zoo, 
     taught, note = Counter[int](), AcceptanceCounts.note
     monkeypatch.setattr(AcceptanceCounts, "note", lambda counts, *args: (taught.update([id(counts)]), note(counts, *args)))
     engine = adaptive_engine(zoo, "llama~", **AMPLE)
-    requests = submit(engine, [PROMPTS[1]] * 2, [greedy(40, ignore_eos=True), greedy(30, repetition_penalty=1.9)])
+    requests = submit(engine, [PROMPTS[1]] * 2, [greedy(60, ignore_eos=True), greedy(30, repetition_penalty=1.9)])
     drain(engine)
     assert engine.adaptive is not None
     fleet, plain, penalised = map(id, (engine.adaptive.controller.fleet, *(each.draft_history.acceptance for each in requests)))
@@ -579,7 +579,7 @@ def test_passes_of_a_device_take_what_its_marks_say(zoo: Zoo, monkeypatch: pytes
     engine = adaptive_engine(zoo, "thin", "thin", backend=backend, **AMPLE | {"max_draft_tokens": 3})
     depths = list[int]()
     engine.observers.append(lambda _, acceptance: depths.append(max(acceptance.trees.counts)))
-    assert run_all(engine, PROMPTS[2:4], [greedy(20, ignore_eos=True)] * 2) == written(zoo, [0, 0, 20, 20], "thin")[2:]
+    assert run_all(engine, PROMPTS[2:4], [greedy(15, ignore_eos=True)] * 2) == written(zoo, [0, 0, 15, 15], "thin")[2:]
     drafting = [each for each in outcomes if each.num_nodes]
     assert {(each.draft_seconds, each.target_seconds) for each in drafting} == {(1.0, 7.0)}
     assert len(drafting) > 2 and all(each.num_draft_rows >= each.num_nodes for each in drafting)

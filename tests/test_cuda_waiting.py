@@ -251,7 +251,7 @@ def test_a_step_looks_at_the_device_once(
 
     Copies to the device wait for nothing, but each takes the host's time.
     """
-    options = {"draft_tree": draft_tree, "draft_sampling": draft_sampling, "max_num_batched_tokens": 200}
+    options = {"draft_tree": draft_tree, "draft_sampling": draft_sampling, "max_num_batched_tokens": 200, "max_batch_size": 4}
     engine = make_meta_engine(zoo, device, max_draft_tokens=63 if draft_tree == "dynamic" else 6, **options)
     hot, cold = ({"temperature": each, "max_tokens": 30, "ignore_eos": True} for each in (temperature, 0.0))
     params = [SamplingParams(**hot), SamplingParams(**hot, **others), SamplingParams(**cold, max_draft_tokens=4)]
@@ -337,11 +337,11 @@ def test_nothing_is_compiled_or_recorded_while_an_engine_serves(
     One request drafts nothing, and is reviewed.
     """
     kernels, captures = Kernels(), list[object]()
-    num_requests = 8 if options.get("max_batch_size") == 1 else 20
+    num_requests = 8 if options.get("max_batch_size") == 1 else 12
     monkeypatch.setattr(type(_walk_kernel), "run", lambda kernel, *args, **options: kernels.run(kernel, *args, **options))
     monkeypatch.setattr("titan.kernels.triton.cuda_graphs.CHUNKED_TOKENS", chunked_tokens)
     device._capture = lambda: lambda passes: (captures.append(passes), capture_in_name(passes))[1]
-    engine = make_meta_engine(zoo, device, model, **({"max_batch_size": 20, "max_draft_tokens": 12} | options))
+    engine = make_meta_engine(zoo, device, model, **({"max_batch_size": 12, "max_draft_tokens": 12} | options))
     warm, num_captures = set(kernels.found), len(captures)
     assert engine.passes == PassCounts() and not engine.runner.kv.groups[0].is_inference()
     kernels.found.clear()

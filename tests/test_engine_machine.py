@@ -382,7 +382,7 @@ class Fair(EngineMachine):
 
 TestFcfs, TestPriority, TestFair = Fcfs.TestCase, Priority.TestCase, Fair.TestCase
 TestPriority.settings = TestFair.settings = settings(
-    max_examples=8,  # from ten on, most would be slight variations of one before
+    max_examples=6,  # from ten on, most would be slight variations of one before
     stateful_step_count=16,
 )
-TestFcfs.settings = settings(TestFair.settings, max_examples=3)  # the same rules as with the others
+TestFcfs.settings = settings(TestFair.settings, max_examples=2)  # the same rules as with the others

@@ -48,9 +48,9 @@ SHOWN = {
 
 
 def generate_less(llm: LLM, prompts: Any, params: SamplingParams, **options: Any) -> Any:
-    """Of the first three prompts, 40 tokens each: enough for all that a script shows."""
+    """Of the first three prompts, 28 tokens each: enough for all that a script shows."""
     few = prompts if isinstance(prompts, str) else prompts[:3]
-    return GENERATE(llm, few, replace(params, max_tokens=min(params.max_tokens or 40, 40)), **options)
+    return GENERATE(llm, few, replace(params, max_tokens=min(params.max_tokens or 28, 28)), **options)
 
 
 GENERATE = LLM.generate

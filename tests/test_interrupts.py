@@ -178,7 +178,7 @@ def test_an_interrupt_at_any_line_of_a_step_leaves_an_engine_that_serves(
     assert metrics.num_swapped_in and metrics.num_evicted_blocks and sum(metrics.accepted_per_depth) and len(visits) > 900
     places, strikes = sorted(visits), list[bool]()
 
-    @settings(max_examples=10)
+    @settings(max_examples=7)
     @given(st.integers(0, 2**32))
     def interrupt(seed: int) -> None:
         random = Random(seed)

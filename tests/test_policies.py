@@ -396,7 +396,7 @@ def largest_gap(policy: Any, random: Random, num_arrivals: int) -> float:
     return watch.largest_gap
 
 
-@settings(max_examples=20)
+@settings(max_examples=14)
 @given(st.integers(0, 2**32))
 def test_no_backlogged_user_falls_behind_another_by_more_than_the_bound(seed: int) -> None:
     assert largest_gap(FairPolicy(WEIGHTS), Random(seed), 60) <= BOUND
@@ -423,7 +423,7 @@ def worst_excess(policy: Any, random: Random) -> int:
     return watch.worst_excess
 
 
-@settings(max_examples=20)
+@settings(max_examples=14)
 @given(st.integers(0, 2**32))
 def test_an_aged_request_starts_within_the_bound(seed: int) -> None:
     assert worst_excess(PriorityPolicy(AGEING_S), Random(seed)) <= 0

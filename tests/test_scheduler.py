@@ -833,4 +833,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=50)
+TestSchedulerMachine.settings = settings(max_examples=32)

@@ -55,13 +55,13 @@ def pair(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     "gathered" attends by itself, and prefers what the target often writes.
     """
     target = zoo.model("bytes")
-    target.lm_head.weight.data[SHARED:] *= 0.8  # written now and then
+    target.lm_head.weight.data[SHARED:] *= 1.1  # written now and then
     target.save_pretrained(zoo.path("bytes"))
     make_byte_tokenizer().save_pretrained(zoo.path("bytes"))
     folder = tmp_path_factory.mktemp("pieces")
     models = {
         "alike": make_model(folder / "alike", vocab_size=DRAFT_SIZE),
-        "tied": make_model(folder / "tied", vocab_size=DRAFT_SIZE, seed=4, num_hidden_layers=1, tie_word_embeddings=True),
+        "tied": make_model(folder / "tied", vocab_size=DRAFT_SIZE, seed=6, num_hidden_layers=1, tie_word_embeddings=True),
         "gathered": make_model(folder / "gathered", "gptj", vocab_size=DRAFT_SIZE, rotary_dim=8, num_hidden_layers=1),
     }
     state, vocabulary = models["alike"].state_dict(), bytes_and_pieces()
@@ -150,7 +150,10 @@ def test_special_tokens_are_matched_by_name_then_by_role() -> None:
 @pytest.mark.parametrize(
     ("draft", "back_end", "shape", "min_p"),
     [
-        *product(["alike", "tied"], ["torch", "cpu"], ["chain", "auto", "dynamic", "parents"], [0.1]),
+        *product(["alike"], ["torch"], ["chain", "dynamic"], [0.1]),
+        *product(["alike"], ["cpu"], ["auto", "parents"], [0.1]),
+        *product(["tied"], ["torch"], ["auto", "parents"], [0.1]),
+        *product(["tied"], ["cpu"], ["chain", "dynamic"], [0.1]),
         *product(["alike", "tied"], ["cpu"], ["chain", "parents"], [0.0]),
         ("gathered", "cpu", "parents", 0.1),
     ],

@@ -123,7 +123,7 @@ def test_small_weights_of_quantised_values_are_not_lost(backend: Backend, dtype:
 @pytest.mark.parametrize("is_quantised", [False, True])
 def test_any_mix_of_queries(backend: Backend, is_quantised: bool) -> None:
     is_interpreted = isinstance(backend, TritonBackend)
-    for seed in range(*(20, 24 if is_interpreted else 50) if is_quantised else (11 if is_interpreted else 60,)):
+    for seed in range(*(20, 23 if is_interpreted else 50) if is_quantised else (9 if is_interpreted else 60,)):
         mix = random_mix(seed, is_interpreted)
         print(seed, *mix)
         check(backend, *mix, is_quantised)
@@ -183,7 +183,7 @@ def test_trees_at_block_edges(backend: Backend, window: Window) -> None:
 @cache
 def case_at_block_edges(window: Window) -> Case:
     requests, rng = [], np.random.default_rng(0)
-    for context in (0, 1, 15, 16, 31, 32, 63):
+    for context in (0, 1, 15, 16, 31, 32, 63) if window is None else (0, 15, 16, 32):
         requests += [Request(context, 1, star(7)), Request(context, 1, chain(6)), Request(context, 9, random_parents(rng, 5))]
     for context in (0, 15, 16, 63):
         requests.append(Request(context, 1, random_parents(rng, MAX_NODES)))
@@ -243,7 +243,7 @@ def test_a_request_whose_own_kv_is_nan_does_not_touch_its_neighbours(backend: Ba
         torch.testing.assert_close(output[~rows], clean[~rows], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_nodes_that_are_fed_while_trees_grow_see_their_context_and_their_ancestors(backend: Backend, seed: int) -> None:
     """In the passes of `grow_by_passes`, over the inner nodes of each depth of trees of any shape."""
     rng, window = np.random.default_rng(seed), (None, 1, 3, 9)[seed % 4]

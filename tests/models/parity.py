@@ -30,13 +30,14 @@ CHAIN: dict[str, Any] = {"max_draft_tokens": 4, "draft_tree": "chain"}
 def check_parity(checkpoint: Checkpoint, model_impl: str = "auto") -> None:
     """Assert that greedy output is that of transformers: alone, in a batch and in chunks, with n-grams, with trees of a draft.
 
-    The last two with so few blocks that requests are preempted. The layers run as is expected of the family.
+    Two of the prompts run alone. In the last two ways there are so few blocks that requests are preempted. The layers run as is
+    expected of the family.
     """
     checkpoint.check()
     run = partial(_run, checkpoint, model_impl=model_impl)
     alone, metrics = run(one_by_one=True)
     assert metrics.model_impl == (checkpoint.family.runs if model_impl == "auto" else model_impl)
-    _compare("each prompt alone", checkpoint, alone)
+    _compare("a prompt alone", checkpoint, alone)
     mixed, _ = run(**CHUNKS)
     _compare("all prompts at once, in chunks", checkpoint, mixed)
     ngram, metrics = run("ngram", **SCARCE, **CHAIN)
@@ -53,13 +54,14 @@ def _run(
 ) -> tuple[list[CompletionOutput], EngineMetrics]:
     llm = LLM(checkpoint.path, draft, **(DEFAULTS | options))
     params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=0)
-    calls = [[prompt] for prompt in make_prompts()] if one_by_one else [make_prompts()]
+    calls = [[prompt] for prompt in make_prompts()[:2]] if one_by_one else [make_prompts()]
     outputs = [output for call in calls for output in llm.generate(call, params, use_tqdm=False)]
     return [output.outputs[0] for output in outputs], llm.metrics()
 
 
 def _compare(way: str, checkpoint: Checkpoint, outputs: list[CompletionOutput]) -> None:
-    for i, (output, tokens) in enumerate(zip(outputs, checkpoint.continuations, strict=True)):
+    for i, output in enumerate(outputs):
+        tokens = checkpoint.continuations[i]
         assert output.token_ids == tokens, f"{way}: prompt {i}, of {PROMPT_LENS[i]} tokens"
         logprobs = torch.tensor([each[token].logprob for each, token in zip(output.logprobs or [], tokens, strict=True)])
         error = (logprobs - checkpoint.logprobs[i]).abs().max()
