@@ -419,8 +419,9 @@ def test_what_rests_cost_is_followed_and_drafts_of_before_count_less() -> None:
 def test_rests_that_something_held_up_tell_nothing_unless_most_were(num_slow: int, seconds: float) -> None:
     rest = Rest(Load((), 8, 800), 8, 1.5)
     for share in num_slow * [3.0] + (20 - num_slow) * [1.0]:
-        rest.note(share, share / 2)
-    assert (rest.typical_seconds, rest.num_steps) == ((seconds, seconds / 2), 20)
+        rest.note(share, share / 2, share / 4)
+    assert (rest.typical_seconds, rest.num_steps) == ((seconds / 4, seconds / 2), 20)
+    assert rest.seconds == num_slow * 3.0 + (20 - num_slow)
     assert rest.mean_load.num_context_tokens == 800 + 8 * 19 // 2
 
 

@@ -89,7 +89,7 @@ def test_first_steps_of_their_kind_teach_little(num_steps: int, most: float) -> 
     """A step with drafts takes 1.25 times as long as the curves say, as cold ones do: it is believed once it goes on."""
     costs = Costs(cost(), cost())
     for _ in range(20):
-        costs.note_plain(load(4), 4, 1.9, 1.4)
+        costs.note_plain(load(4), 4, 0.5, 1.4)
     for _ in range(num_steps):
         costs.note_drafting(load(4), Outcome(4, 2, 1, 4, 1.25 * 3.9, 1.25 * 1.4, 1.25 * 2.0), [1] * 4)
     assert costs.draft is not None
@@ -100,7 +100,7 @@ def test_first_steps_of_their_kind_teach_little(num_steps: int, most: float) -> 
 def test_of_steps_that_are_learned_from_together_only_the_first_count_as_cold() -> None:
     costs = Costs(cost(), cost())
     for _ in range(20):
-        costs.note_plain(load(4), 4, 1.9, 1.4)
+        costs.note_plain(load(4), 4, 0.5, 1.4)
     n = 5 * COLD_STEPS
     costs.note_drafting(load(4), Outcome(4 * n, 2 * n, n, 4 * n, n * 1.25 * 3.9, n * 1.25 * 1.4, n * 1.25 * 2.0), [1] * 4, n)
     assert costs.draft is not None
@@ -113,7 +113,7 @@ def teach(costs: Costs, num_rounds: int, plain: Callable[[int], float]) -> None:
     for _ in range(num_rounds):
         costs.note_drafting(load(4), Outcome(64, 32, 16, 64, 16 * 3.9, 16 * 1.4, 16 * 2.0), [1] * 4, 16)
         for factor in map(plain, range(NUM_PLAIN)):
-            costs.note_plain(load(4), 4, factor * 1.9, factor * 1.4)
+            costs.note_plain(load(4), 4, factor * 0.5, factor * 1.4)
 
 
 def test_plain_steps_between_drafts_tell_what_they_take_now() -> None:
@@ -149,19 +149,27 @@ def test_what_long_passes_took_counts_less_after_steps_that_say_nothing_of_them(
         for _ in range(40):
             costs.target.note(16, 0, 3 * 3.2)
             costs.target.note(4, 0, 1.4)
-        costs.note_plain(Load((), 100, 0), 4, 25.0, 24.0, num_unseen)
+        costs.note_plain(Load((), 100, 0), 4, 1.0, 24.0, num_unseen)
         found.append(costs.target.predict(16, 0) / 3.2)
     assert found[0] > 2.5 and found[1] < 2.0
+
+
+def test_one_slow_pass_after_many_that_were_alike_is_not_believed() -> None:
+    costs = Costs(cost(), None)
+    teach(costs, 4, lambda _: 1.0)
+    costs.note_plain(load(4), 4, 0.5, 1.4, 256)
+    costs.note_plain(load(4), 4, 0.5, 3 * 1.4)
+    assert costs.plain_seconds(load(4)) < 0.5 + 1.2 * 1.4
 
 
 def test_what_drafting_took_of_the_host_counts_less_after_steps_without() -> None:
     costs = Costs(cost(), None)
     for _ in range(20):
-        costs.note_plain(load(4), 4, 1.9, 1.4)
+        costs.note_plain(load(4), 4, 0.5, 1.4)
     for _ in range(40):
         costs.note_drafting(load(4), Outcome(4, 2, 0, 0, 2.0 + 8.0, 0.0, 2.0), [1] * 4)
     before = costs.host.predict(4, 4)
-    costs.note_plain(load(4), 4, 1.9, 1.4, 60_000)
+    costs.note_plain(load(4), 4, 0.5, 1.4, 60_000)
     assert costs.host.predict(4, 4) == pytest.approx(0.5 * (1 + FIRST_MORE), rel=0.05)
     assert before > 3 * costs.host.predict(4, 4)
 
@@ -170,7 +178,7 @@ def test_host_time_of_the_first_step_that_drafts_is_that_of_a_cold_one() -> None
     """For long, there may be no other: reviews say nothing of it."""
     costs = Costs(cost(), cost())
     for _ in range(20):
-        costs.note_plain(load(4), 4, 1.9, 1.4)
+        costs.note_plain(load(4), 4, 0.5, 1.4)
     costs.note_drafting(load(4), Outcome(4, 2, 1, 4, 1.4 + 2.0 + 1.1, 1.4, 2.0), [1] * 4)
     assert costs.host.predict(4) == pytest.approx(0.5)
     assert costs.host.predict(4, 4) == pytest.approx(0.5 + 0.6 / FIRST_DRAFT)

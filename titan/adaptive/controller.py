@@ -103,7 +103,7 @@ class Controller:
         self.num_repeats = 0  # next steps of the same requests, one token each, that may do as the last one, undecided
         self._num_rested = 0  # steps since anything was decided
         self._rest: Rest | None = None  # that goes on
-        self._num_since_plain = 0  # steps since one was plain; below 0: plain ones still to come
+        self._num_since_plain = 0  # steps since one was plain; below 0: plain ones from the present one on
         self._plain_after = 0.0  # such steps after which one is to be plain again
         self._estimates = estimate(self.fleet, self.past, (AcceptanceCounts(),))
         self._hoped: list[int] = []
@@ -151,7 +151,7 @@ class Controller:
             plain_seconds = self.costs.plain_seconds(load, num_requests)
             self._rest = Rest(load, num_requests, LONG_REPEAT * plain_seconds)
             if load.num_rows == num_requests:
-                self.num_repeats = self._num_resting(plain_seconds)
+                self.num_repeats = self._rest.num_allowed = self._num_resting(plain_seconds)
         return self._rest
 
     def _num_resting(self, plain_seconds: float) -> int:
@@ -159,17 +159,21 @@ class Controller:
         if self.optimum.drafts:
             most = -1 - self._num_since_plain
         else:
-            most = self._probes.num_steps_until_due(plain_seconds, self._standing.num_left)
+            most = max(0, self._probes.num_steps_until_due(plain_seconds, self._standing.num_left + 1) - 1)
         num_cold = self._probes.num_cold
         return min(most, num_cold - 1) if num_cold else most
 
     def _end_rest(self) -> None:
         """Learn from the last rest."""
         rest, self._rest = self._rest, None
-        if rest is None or not rest.num_steps:
+        if rest is None:
+            return
+        self._count_rests(rest.num_allowed - self.num_repeats)
+        if self.optimum.drafts and self._num_since_plain >= -1:
+            self._standing.end()  # what plain steps cost is known anew
+        if not rest.num_steps:
             return
         load, n, num_steps = rest.mean_load, rest.num_requests, rest.num_steps
-        self._count_rests(num_steps - 1)
         self._probes.observe(rest.seconds, self.costs.plain_seconds(load, n), None, n, num_steps=num_steps)
         self.costs.note_plain(load, n, *rest.typical_seconds, num_steps)
 
@@ -207,7 +211,6 @@ class Controller:
         if is_over:
             self._compare(load)
         if self.optimum.drafts and (not has_room or self._is_plain_due()):  # none of the steps for which it stands
-            self._learn()
             return _nothing(load)
         best_nodes = [min(count, each.max_nodes) for count, each in zip(self.optimum.num_nodes, load.candidates, strict=True)]
         probed = self._probes.choose(load, self.costs, best_nodes, self._estimates.means, self._hoped)
@@ -266,6 +269,8 @@ class Controller:
         self._probes.forget()
         least = 1 - MARGIN if self.optimum.drafts else 1 + MARGIN
         self.optimum = best(estimates.means, prices, self.drafting_yield.factor, least)
+        if not self.optimum.drafts:
+            self._num_since_plain = max(0, self._num_since_plain)
         gain = self.optimum.rate / self.optimum.off_rate - 1
         self._plain_after = min(PLAIN_STEPS * (1 + gain / PLAIN_GAIN), MOST_PLAIN_AFTER)
         self._worths = [self._worth(i, prices) if self.optimum.num_nodes[i] else None for i, each in enumerate(load.candidates)]
@@ -352,7 +357,7 @@ class Controller:
         elif decision.drafts:
             self.costs.note_drafting(load, total, decision.num_nodes, num_steps)
         else:
-            self.costs.note_plain(load, n, total.seconds, total.target_seconds)
+            self.costs.note_plain(load, n, total.host_seconds, total.target_seconds)
         if not n:
             return
         self._age_counts(load, decision, num_steps)

@@ -61,13 +61,13 @@ class Costs:
         few, many = self.draft.predict(n, load.num_context_tokens), self.draft.predict(n + num_missing, load.num_context_tokens)
         return max(many - few, 0.0) / num_missing
 
-    def note_plain(self, load: Load, num_requests: int, seconds: float, target_seconds: float, num_steps: int = 1) -> None:
+    def note_plain(self, load: Load, num_requests: int, host_seconds: float, target_seconds: float, num_steps: int = 1) -> None:
         """Learn from steps without drafts, from their means.
 
         Args:
             load: of each of these steps; its candidates do not matter.
             num_requests: that emitted tokens.
-            seconds: of a step.
+            host_seconds: of a step, beside its passes.
             target_seconds: of its pass of the target.
             num_steps: number of the steps.
         """
@@ -82,7 +82,7 @@ class Costs:
             self.draft.follow(change, self.target.pace, num_steps)
         self.host.age(num_steps)
         if num_requests and (is_warm or not self.host.knows(num_requests)):
-            self.host.note(num_requests, 0, seconds - target_seconds, num_steps)
+            self.host.note(num_requests, 0, host_seconds, num_steps)
 
     def note_drafting(self, load: Load, total: Outcome, num_nodes: Sequence[int], num_steps: int = 1) -> None:
         """Learn from steps with drafts that were decided on together, from their means.

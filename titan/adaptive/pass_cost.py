@@ -20,6 +20,9 @@ NUM_OCTAVES = 24
 PACE_VARIANCE, PACE_DRIFT = 0.04, 5e-5
 """Variance of the logarithm of the machine's pace after a measurement, and what a pass adds to it."""
 
+MOST_DRIFTING = 16
+"""Most passes without drafts, of which one mean is known, that each add to what is uncertain: they are many, and much alike."""
+
 TREND_RATE, TREND_DRIFT = 1 / 4, 1 / 8
 """Weight of a surprise in the trend of surprises, and the share of that trend's square that a pass adds to the pace's variance."""
 
@@ -143,13 +146,13 @@ class PassCost:
         surprise = min(max(surprise, -reach), reach)
         self._deviation = max(DEVIATION, self._deviation + DEVIATION_RATE * (abs(surprise) - self._deviation))
         self._trend += TREND_RATE * (surprise - self._trend)
-        trend = TREND_DRIFT * self._trend**2
-        shape.learn(surprise, total, num_steps * (SHAPE_DRIFT + trend / 4))
+        trend, num_drifting = TREND_DRIFT * self._trend**2, min(num_steps, MOST_DRIFTING) if is_warm else num_steps
+        shape.learn(surprise, total, num_drifting * (SHAPE_DRIFT + trend / 4))
         if is_warm:
-            warmth.learn(surprise, total, num_steps * PACE_DRIFT)
+            warmth.learn(surprise, total, num_drifting * PACE_DRIFT)
             warmth.value = min(SHAPE_MEMORY**num_steps * warmth.value, 0.0)
         before = self._pace.value
-        self._pace.learn(surprise, total, num_steps * (PACE_DRIFT + trend))
+        self._pace.learn(surprise, total, num_drifting * (PACE_DRIFT + trend))
         return self._pace.value - before
 
     def _aged(self, belief: Belief) -> float:

@@ -173,5 +173,5 @@ def _num_lacking(candidate: Candidate) -> int:
 
 
 def _least_reviewed(candidate: Candidate) -> int:
-    """Return how many tokens a review should tell of; fewer of a request that soon ends, and one at least."""
-    return max(1, min(LEAST_REVIEWED, candidate.num_remaining))
+    """Return how many tokens a review should tell of; fewer of a request that soon ends."""
+    return min(LEAST_REVIEWED, candidate.num_remaining)

@@ -72,7 +72,6 @@ class AdaptiveSpeculation:
         load = Load((), num_rows, num_context, num_ending)
         self._rest = self.controller.rest(load, len(rows), num_new)
         if self._rest is not None:
-            self._load, self._typical = load, {}
             plan.drafts_prompts = num_rows > len(rows) and self.controller.optimum.drafts
             return
         self._typical = {i: histories[i] for i in rows if (each := plan.requests[i]).params.is_greedy and not each.has_transforms}
@@ -116,13 +115,13 @@ class AdaptiveSpeculation:
         if self.is_latency:
             for i in self._rows:
                 plan.requests[i].draft_history.tokens_per_step.note(1 + len(acceptance.paths[i]))
-        if self._rest is not None:
-            self._rest.note(times.recurring, times.target)
-            return
         draft_seconds, passes = 0.0, (0, 0)  # drafting of which no passes are known is a part of the host
         if (growth := acceptance.trees.growth) is not None:
             draft_seconds = times.draft if growth.seconds is None else growth.seconds
             passes = growth.num_passes, growth.num_rows
+        if self._rest is not None:
+            self._rest.note(times.recurring, times.target, draft_seconds)
+            return
         num_nodes, num_accepted = acceptance.trees.num_nodes, sum(map(len, acceptance.paths))
         seconds = (times.recurring, draft_seconds, times.target, times.adapt)
         outcome = Outcome(num_nodes, num_accepted, *passes, *seconds, report.num_rows, report.seconds)
