@@ -374,14 +374,14 @@ def measure_memory(implementation: str, tiny: Path, large: Path, *dtypes: str) -
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the high-water mark is read from Linux's /proc")
 def test_loading_peaks_at_little_more_than_the_weights(tmp_path: Path) -> None:
-    """Of some 70 and 130 MB."""
+    """Of some 100 and 200 MB."""
     make_model(tmp_path / "tiny")
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
-    model = make_model(tmp_path / "large", **sizes, num_hidden_layers=6, vocab_size=8000)
+    model = make_model(tmp_path / "large", **sizes, num_hidden_layers=12, vocab_size=8000)
     in_bfloat16, in_float32 = (
         peak for peak, _ in measure_memory("native", tmp_path / "tiny", tmp_path / "large", "bfloat16", "float32")
     )
-    assert model.num_parameters() > 30e6
+    assert model.num_parameters() > 50e6
     assert in_bfloat16 <= 1.2 * 2 * model.num_parameters()
     assert in_float32 <= 1.2 * 4 * model.num_parameters()
 
