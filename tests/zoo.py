@@ -32,7 +32,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "useless": ("qwen3", {"seed": 5, "num_hidden_layers": 1}),
-    "other": ("llama", {"seed": 7, "num_hidden_layers": 2}),
+    "other": ("llama", {"seed": 7}),
     "small_vocab": ("llama", {"vocab_size": 120, "num_hidden_layers": 1}),
     "short": ("llama", {"max_position_embeddings": 40, "num_hidden_layers": 1}),
     "short_llama": ("llama", {"max_position_embeddings": 40}),
