@@ -141,6 +141,14 @@ CLOCKS: dict[str, Callable[[Random], Iterator[float]]] = {  # seconds between tw
 }
 
 
+@pytest.mark.long_where(
+    "most likely-constant",
+    "most likely-random",
+    "own seed-constant",
+    "own seed-jumping",
+    "greedy drafts-constant",
+    "greedy drafts-random",
+)
 @pytest.mark.parametrize("clock", CLOCKS)
 @pytest.mark.parametrize("sampling", ["most likely", "own seed", "greedy drafts"])
 def test_tokens_do_not_depend_on_the_clock(zoo: Zoo, sampling: str, clock: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -619,6 +627,7 @@ def test_logprobs_of_prompts_are_results_that_a_device_is_waited_for(zoo: Zoo) -
     assert numbers == [1, 4] and engine.counters.num_emitted_tokens == 0
 
 
+@pytest.mark.long_where("triton")
 @pytest.mark.parametrize("back_end", ["torch", "cpu", "triton"])
 def test_growth_ends_early_where_the_host_can_look(zoo: Zoo, back_end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     Machine(monkeypatch)

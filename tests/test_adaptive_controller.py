@@ -75,6 +75,7 @@ def test_passes_that_were_measured_too_slow() -> None:
     assert compare(BIG16, texts, controller, 600, 5) >= 1.03
 
 
+@pytest.mark.long_where("150M", "demo AVX2")
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=str)
 def test_fixed_numbers_bring_what_is_expected_of_them(machine: Machine) -> None:
     for texts, num_nodes in (([Text(0.8)] * 8, [6]), ([Text(0.35)] * 8, [2]), (mixed(8), [0, 4] * 4), ([Text(0.95)] * 32, [0])):
@@ -104,6 +105,7 @@ def test_first_steps_with_a_hopeless_draft(machine: Machine, n: int) -> None:
         assert compare(machine, [Text(acceptance)] * n, adaptive(machine), 100, 11) >= 0.97
 
 
+@pytest.mark.long_where("demo float32-2")
 @pytest.mark.parametrize(
     ("machine", "n", "uniform", "oracle"),  # of the best uniform setting; of fixed numbers for the good ones alone
     [(DEMO, 2, 1.05, 0.95), (DEMO, 8, 1.05, 0.92), (BIG16, 2, 1.05, 0.95), (GPU, 8, 0.95, 0.95), (BIG, 8, 0.95, 0.9)],
@@ -146,6 +148,7 @@ def adapts_after(
     return float(np.median(steps))
 
 
+@pytest.mark.long_where("demo float32-32")
 @pytest.mark.parametrize(
     ("machine", "n", "bound"),
     [(BIG, 1, 150), (DEMO, 1, 150), (DEMO, 8, 50), (BIG, 8, 50), (BIG16, 8, 50), (GPU, 8, 50), (DEMO, 32, 50)],
@@ -155,6 +158,9 @@ def test_rise_is_found_while_nothing_drafts(machine: Machine, n: int, bound: int
     assert adapts_after(machine, n, 0.2, 0.9, seeds=25) <= bound
 
 
+@pytest.mark.long_where(
+    "150M bfloat16-8-confident", "150M bfloat16-8-no", "GPU, 8 B and 1 B-8-confident", "GPU, 8 B and 1 B-8-always"
+)
 @pytest.mark.parametrize(
     ("honesty", "early"), [(1.0, True), (0.0, True), (1.0, False)], ids=["confident", "always sure", "no confidence"]
 )
@@ -246,6 +252,7 @@ def test_what_slowed_long_passes_alone_is_forgotten(machine: Machine, num_steps:
         assert shares[2] < 0.1 < 0.8 < shares[4]
 
 
+@pytest.mark.long_where("150M")
 @pytest.mark.parametrize("machine", [DEMO, BIG16], ids=str)
 def test_long_passes_that_get_slow_end_drafting_soon(machine: Machine) -> None:
     """Steps without drafts, which are as fast as ever, are looked at before their time."""
@@ -784,6 +791,7 @@ def test_what_drafting_brought_more_than_planned_is_not_forgotten() -> None:
     assert more.factor == before[0] > 1 > less.factor > before[1]
 
 
+@pytest.mark.long_where("150M")
 @pytest.mark.parametrize("machine", [DEMO, BIG16], ids=str)
 def test_a_request_starts_with_what_the_requests_before_it_showed(machine: Machine) -> None:
     """One at a time, every other one of them with hardly any use for drafts: no fixed length fits both, and a bad one says nothing

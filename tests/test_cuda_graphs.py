@@ -46,6 +46,7 @@ from titan.kernels.triton.upload import ALIGNMENT, download, upload
 # sizes
 
 
+@pytest.mark.long_where("128")
 @pytest.mark.parametrize(("num_requests", "query_len"), [(1, 1), (6, 7), (32, 7), (33, 4), (128, 7), (40, 17)])
 def test_every_small_pass_finds_a_size_that_holds_it_and_these_are_few(
     num_requests: int, query_len: int, monkeypatch: pytest.MonkeyPatch

@@ -221,6 +221,7 @@ LOOKING_BACK: dict[str, Any] = {"min_tokens": 30, "stop_token_ids": [9]}
 UNDRAFTED: dict[str, Any] = {"repetition_penalty": 1.1, "use_speculative": False}
 
 
+@pytest.mark.long_where("dynamic-greedy-0.8-others2")
 @pytest.mark.parametrize(
     ("draft_tree", "draft_sampling", "temperature", "others", "max_copies"),
     [
@@ -322,6 +323,10 @@ SERVED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.long_where(
+    *(f"options{i}-chunked_tokens1" for i in (*range(1, 8), *range(10, 15))),
+    *(f"options{i}-chunked_tokens0" for i in (2, 3, 5, 7, 12)),
+)
 @pytest.mark.parametrize("chunked_tokens", [(16, 64), ()])
 @pytest.mark.parametrize(("model", "options"), SERVED)
 def test_nothing_is_compiled_or_recorded_while_an_engine_serves(

@@ -79,6 +79,7 @@ def assert_same(actual: Trace, expected: Trace) -> None:
     np.testing.assert_allclose(actual.scores, expected.scores, atol=1e-4)
 
 
+@pytest.mark.long_where("chain-sampled", "parents")
 @pytest.mark.parametrize(
     ("shape", "options", "draft_sampling"),
     [

@@ -65,6 +65,9 @@ def test_a_cache_shrinks_to_what_is_reserved(zoo: Zoo) -> None:
     assert engine.counters.num_preemptions == 0
 
 
+@pytest.mark.long_where(
+    "resize_kv_cache(200)-draft", "resize_kv_cache(200)-tables", "compact_kv_cache()-draft", "compact_kv_cache()-pool"
+)
 @pytest.mark.parametrize("interrupted", ["draft", "target", "pool", "tables"])
 @pytest.mark.parametrize("call", ["resize_kv_cache(200)", "compact_kv_cache()"])
 def test_an_interrupt_while_blocks_move_ends_the_requests(

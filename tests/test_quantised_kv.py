@@ -33,6 +33,7 @@ def test_on_triton_too_drafts_change_no_token(zoo: Zoo) -> None:
     assert run_all(engine, prompts, params) == expected and sum(engine.counters.accepted_per_depth) > 0
 
 
+@pytest.mark.long_where("bfloat16")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_perplexity_stays_within_half_a_percent(dtype: str) -> None:
     text, perplexities = inspect.getsource(a_text), list[float]()

@@ -99,6 +99,7 @@ def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     del sys.modules["made_up_tasks"]
 
 
+@pytest.mark.long
 def test_what_ends_a_process_or_its_device_costs_one_row_and_the_next_begins_in_a_new_process(made_up: Any) -> None:
     names = ["fine", "status", "fine", "signal", "device", "error", "hang", "fine"]
     section = replace(section_of(), make_tasks=partial(made_up.make_tasks, names))
@@ -323,6 +324,7 @@ def test_a_request_that_ends_early_and_a_text_that_the_weights_do_not_say_are_no
 # ----- the rest
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make_tasks", [ceilings.make_product_tasks, sampling.make_tasks])
 def test_products_and_sampling_run_at_tiny_shapes(make_tasks: Any) -> None:
     rows = list(run_tasks(make_tasks(replace(TINY, peak=1e9)), 1000, lambda: 0.0))

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from titan.bench.parts import FASTEST, MEDIAN, make_rows
 
 
@@ -18,6 +20,7 @@ def test_times_are_in_microseconds_and_medians_have_their_quartiles() -> None:
     assert [f"{row.figures[name]:±.1f}" for name in (FASTEST, MEDIAN)] == ["3.0", "6.0 ±50 %"]
 
 
+@pytest.mark.long
 def test_a_run_measures_copies_and_the_host(tmp_path: Path) -> None:
     """In processes of their own, because pytest does not nest; for pytest-benchmark they are no workers, and none interprets."""
     path = tmp_path / "run.json"

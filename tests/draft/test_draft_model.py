@@ -55,6 +55,7 @@ class Draft:
         return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
 
 
+@pytest.mark.long_where("narrow_window-auto_16", "narrow_window-dynamic]", "narrow_window-parents")
 @pytest.mark.parametrize(
     ("family", "shape"),
     [

@@ -32,6 +32,7 @@ def matrices(model: Decoder) -> list[torch.Tensor]:
     return [weight for name, weight in model.named_parameters() if model.is_packable(name.rpartition(".")[2])]
 
 
+@pytest.mark.long_where("triton")
 @pytest.mark.parametrize(
     ("name", "bits", "draft_dtype"),
     [*((name, "auto", None) for name in CODED), *((name, 8, "bfloat16") for name in CODED), ("triton", "auto", "bfloat16")],

@@ -68,6 +68,7 @@ def said(zoo: Zoo, draft: str, request: Request, start: int, num_tokens: int = V
     return is_right, best.values.tolist()
 
 
+@pytest.mark.long_where("triton")
 @pytest.mark.parametrize(("back_end", "num_steps"), [("torch", 5), ("cpu", 5), ("cpu", MAX_REVIEWED + 4), ("triton", 5)])
 def test_a_review_says_what_the_draft_would_have_proposed(
     zoo: Zoo, back_end: str, num_steps: int, monkeypatch: pytest.MonkeyPatch

@@ -69,6 +69,7 @@ def assert_grown(twins: GrowthTwins, feeds: Sequence[Feed]) -> None:
     twins.assert_same_kv()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("draft", "vocab_size", "max_depths", "kind"),
     [
@@ -98,6 +99,7 @@ def test_chains_are_those_that_pytorch_grows(
     assert twins.counts == PassCounts(num_replayed=2 * per_round - 3, num_eager=3)
 
 
+@pytest.mark.long_where("narrow")
 @pytest.mark.parametrize(
     ("draft", "vocab_size", "max_depths", "kind"),
     [("thin", 90, 2, "mixed"), ("narrow_window~", 150, 8, "sampled")],
@@ -129,6 +131,7 @@ def test_sampled_chains_are_those_that_pytorch_grows(
 STAR, LATE, DEEP, LONG = (-1, -1, -1), (-1, 0, 1, 1, 0, -1), (-1, 0, 1, 2, 2, 1), (-1, 0, 1, 2, 3, 0, -1)
 
 
+@pytest.mark.long_where("narrow", "eight-5")
 @pytest.mark.parametrize(("draft", "vocab_size", "max_depths"), [("eight", 12, 2), ("eight", 5, 8), ("narrow_window~", 150, 8)])
 def test_siblings_along_sampled_chains_are_those_that_pytorch_grows(
     zoo: Zoo, draft: str, vocab_size: int, max_depths: int, monkeypatch: pytest.MonkeyPatch
@@ -159,6 +162,7 @@ def test_siblings_along_sampled_chains_are_those_that_pytorch_grows(
     assert (num_empty > 0) == (draft == "eight"), "places stay empty where tokens are few"
 
 
+@pytest.mark.long_where("shape0")
 @pytest.mark.filterwarnings("ignore:(invalid value|All-NaN slice) encountered:RuntimeWarning")  # by numpy, which interprets kernels
 @pytest.mark.parametrize("shape", [chain_parents(6), DEEP])
 def test_a_sampled_chain_ends_where_nothing_can_be_sampled(zoo: Zoo, shape: Sequence[int]) -> None:
@@ -176,6 +180,7 @@ def with_siblings(*num_nodes: int) -> list[GrowthSpec]:
     return sampled_shapes(*([*range(-1, n - 1), -1] for n in num_nodes))
 
 
+@pytest.mark.long_where("sampled")
 @pytest.mark.parametrize("make", [chains, sampled, with_siblings])
 def test_a_chain_of_any_length_is_a_few_replays_of_what_was_recorded_before(
     make: Callable[..., list[GrowthSpec]], zoo: Zoo, monkeypatch: pytest.MonkeyPatch
@@ -247,6 +252,7 @@ def test_chains_grow_without_graphs_where_memory_is_too_short(zoo: Zoo) -> None:
     assert twins.counts == PassCounts(num_eager=24)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("temperature", "draft_tree"), [(0.0, "auto"), (0.9, "auto"), (0.9, [-1, 0, 1, -1, 0])])
 def test_an_engine_grows_its_chains_in_graphs(
     temperature: float, draft_tree: str | list[int], zoo: Zoo, monkeypatch: pytest.MonkeyPatch

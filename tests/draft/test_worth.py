@@ -102,6 +102,7 @@ def count_passes(runner: Any) -> list[int]:
     return counts
 
 
+@pytest.mark.long_where(*(f"triton-{each}" for each in ("never", "in the middle", "beside one that ends", "beside one that goes")))
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("back_end", ["torch", "cpu", "triton"])
 def test_trees_are_those_of_the_law(back_end: str, case: str, draft: tuple[Path, Tensor]) -> None:

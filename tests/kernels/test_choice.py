@@ -33,6 +33,7 @@ from titan.kernels.triton.layers import TritonOps
 CPU = torch.device("cpu")
 
 
+@pytest.mark.long_where("native")
 @pytest.mark.parametrize("choice", ["auto", *(kind.name for kind in kinds_here())])
 def test_a_cpu_with_a_compiler_gets_cpp_of_the_kind_that_the_environment_says(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make_back_end("cpu")  # or skip

@@ -155,6 +155,10 @@ LAYERS = {
 """What layers of families beyond Llama's have; each with trees deeper than its window, and across the edges of its chunks."""
 
 
+@pytest.mark.long_where(
+    *(f"triton-{layer}-{kind}" for layer in LAYERS for kind in ("dtype0-True", "dtype1-False")),
+    *("triton-latents-dtype1", "triton-latents of many heads-dtype0"),
+)
 @pytest.mark.parametrize("is_quantised", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)

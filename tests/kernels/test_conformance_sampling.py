@@ -107,6 +107,7 @@ def test_probs_of_all_options_side_by_side(
     assert torch.equal(logits, before)
 
 
+@pytest.mark.long_where("triton-5000")
 @pytest.mark.parametrize("vocab_size", [300, 5000])
 def test_of_equal_logits_top_k_keeps_the_first_whatever_other_rows_keep(backend: Backend, vocab_size: int) -> None:
     limits = (1, 5, 40, vocab_size - 1, 0, 120, vocab_size)

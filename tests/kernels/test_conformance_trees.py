@@ -316,6 +316,7 @@ def nan_in_new_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.long_where("triton-near-24")
 @pytest.mark.usefixtures("nan_in_new_memory")
 @pytest.mark.parametrize(
     ("kind", "number", "options"),

@@ -243,6 +243,7 @@ def products(kernels: CompiledKernels) -> list[Tensor]:
     return outputs
 
 
+@pytest.mark.long_where("1-2", "1-5")
 @pytest.mark.parametrize(("num_teams", "num_threads"), [(1, 2), (1, 5), (3, 3)])
 def test_results_do_not_depend_on_threads(num_teams: int, num_threads: int) -> None:
     """Bit by bit; Python's threads may share a team or have their own."""

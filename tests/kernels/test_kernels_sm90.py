@@ -245,6 +245,7 @@ def builds_of_all_sizes() -> list[Build]:
     return compile_launches(ATTENTION + "\n".join(launch.line for launch in launches_of_all_sizes()))
 
 
+@pytest.mark.long_where("of all sizes")
 @pytest.mark.parametrize(
     ("launches", "fixture"),
     [(launches_of_each_kind(), "builds"), (launches_of_all_sizes(), "builds_of_all_sizes")],

@@ -24,6 +24,7 @@ if "avx512" in (kind.name for kind in kinds_here()):
     PROCESSORS["the first AVX-512"] = ("c++", "-O1", "-march=x86-64-v3", "-mavx512f")  # in half the time
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_kernels_agree_with_loops_in_double(name: str, tmp_path: Path) -> None:
     compiler, *flags = PROCESSORS[name]

@@ -160,6 +160,7 @@ def test_output_is_that_of_the_twin(name: str) -> None:
     Batch((CASES | LARGE_CASES)[name]).check()
 
 
+@pytest.mark.long_where("[2]", "[13]")
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # of far scores below a softcap, where infinity is right
 @pytest.mark.parametrize("seed", range(18))
 def test_any_mix_of_queries_and_options(seed: int) -> None:

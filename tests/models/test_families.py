@@ -64,6 +64,7 @@ def test_half_precision_is_as_close_to_float32_as_that_of_transformers(
     check_half_precision(checkpoints[name], dtype)
 
 
+@pytest.mark.long_where("phi3")
 @pytest.mark.parametrize("name", names(NATIVE))
 def test_families_with_a_decoder_run_on_transformers_as_well(checkpoints: Checkpoints, name: str) -> None:
     check_parity(checkpoints[name], "transformers")

@@ -402,6 +402,7 @@ def test_a_model_of_transformers_does_not_change_with_its_files(tmp_path: Path, 
     assert run_all(engine, [[3, 4, 5]], [greedy(8, ignore_eos=True)]) == expected
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the high-water mark is read from Linux's /proc")
 def test_loading_experts_through_transformers_peaks_at_the_weights_and_one_layer(tmp_path: Path) -> None:
     """Of some 100 MB in bfloat16, as which their weights stay in memory in float32 as well; a layer is widened at a time."""

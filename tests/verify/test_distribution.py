@@ -180,6 +180,11 @@ CASES = [
 ]
 
 
+@pytest.mark.long_where(
+    *(f"{each}-shape" for each in ("hot", "min_p", "min_tokens", "presence_frequency", "logit_bias", "processor")),
+    *(f"all-{each}" for each in ("most likely", "chain", "auto")),
+    "cuts-dynamic",
+)
 @pytest.mark.parametrize(("sampling", "proposal"), CASES)
 def test_speculation_keeps_the_targets_distribution(zoo: Zoo, sampling: str, proposal: str) -> None:
     """The negative control: it is not that of the target without the options. And what is not sampled changes no sequence."""
@@ -268,6 +273,7 @@ def spiteful(controller: Controller, load: Load, has_room: bool) -> Decision:
     return Decision(num_nodes, [each.max_nodes if worths[i] else num_nodes[i] for i, each in enumerate(load.candidates)], worths)
 
 
+@pytest.mark.long_where("None-0")
 @pytest.mark.parametrize(("watch", "seed_every"), [(None, 0), (None, 2), (Peeking, 0)])
 def test_how_much_is_drafted_may_depend_on_anything_but_the_sampled_tokens(
     zoo: Zoo, watch: Any, seed_every: int, monkeypatch: pytest.MonkeyPatch
@@ -298,6 +304,7 @@ def first_child(tree: TreeToVerify) -> Outcome:
 EXAMPLE = run_path(str(Path(__file__).parents[2] / "examples" / "block_verification.py"))
 
 
+@pytest.mark.long_where("lossless")
 @pytest.mark.parametrize("rule", [lossless, EXAMPLE["block_verification"], first_child])
 def test_a_rule_of_ones_own_is_judged(zoo: Zoo, rule: AcceptanceRule) -> None:
     def use(engine: Engine) -> None:
@@ -347,6 +354,7 @@ def no_paths(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "_paths", lambda tree, first: {first + row: [] for row in range(tree.num_nodes + 1)})
 
 
+@pytest.mark.long_where("flat_q-hot-chain", "no_paths-repetition", "no_paths-presence_frequency")
 @pytest.mark.parametrize(
     ("mistake", "sampling", "proposal", "back_end"),
     [

@@ -71,6 +71,7 @@ def test_every_emitted_token_has_the_models_own_logprobs(zoo: Zoo, name: str, dr
         assert sum(output.metrics.num_accepted_tokens for output in outputs) > 10
 
 
+@pytest.mark.long_where("torch-False", "triton")
 @pytest.mark.parametrize(
     ("back_end", "is_caching", "max_tokens"),
     [*product(("torch", "cpu"), (True, False), (16,)), ("triton", True, 2)],  # its interpreter takes seconds per step
