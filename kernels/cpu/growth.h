@@ -3,7 +3,6 @@
 #pragma once
 
 #include <chrono>
-#include <numeric>
 
 #include "decoder.h"
 #include "sampling.h"
@@ -41,9 +40,8 @@ struct TreeGrowth {
   int64_t max_nodes;      // of the tree
   int64_t row;            // of the plan
   int64_t first_probs;    // the root's row of `probs`; those of nodes are by their slots behind it
-  uint64_t seed;
-  float temperature;  // of samples, or of the probabilities that a beam compares
-  int32_t is_sampled; // whether the nodes of a shape are sampled
+  Options options;        // at the position after the root; of a beam, the temperature of the probabilities that it compares
+  int64_t is_sampled;     // whether the nodes of a shape are sampled
   Worth worth;
 };
 
@@ -221,9 +219,9 @@ private:
     const int64_t count = num_children(node);
     if (growth.is_sampled) {
       float* probs = growing_.probs + (growth.first_probs + 1 + candidate(node).slot) * growing_.target_vocab_size;
-      softmax_row(logits, growth.temperature, probs, vocab_size_);
+      distribution_row(logits, growth.options, probs, vocab_size_);
       std::fill(probs + vocab_size_, probs + growing_.target_vocab_size, 0.0f);
-      draw_siblings(probs, growth.seed, growth.root + 1 + depth, count, tokens, growing_.target_vocab_size);
+      draw_siblings(probs, growth.options.seed, growth.options.position + depth, count, tokens, growing_.target_vocab_size);
     } else if (growth.parents && count == 1) {
       *tokens = std::max<int64_t>(argmax_row(logits, vocab_size_), 0);
     } else if (growth.parents) {
@@ -231,7 +229,7 @@ private:
       for (int64_t j = 0; j < count; ++j)
         if (logprobs[j] == kMinusInfinity) tokens[j] = -1; // no token is left
     } else {
-      top_candidates_row(logits, growth.temperature, tokens, logprobs, count, vocab_size_);
+      top_candidates_row(logits, growth.options.temperature, tokens, logprobs, count, vocab_size_);
     }
   }
 

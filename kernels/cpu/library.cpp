@@ -45,7 +45,7 @@ const void* find(std::string_view name) {
       {"gated_mlp", at<gated_mlp<T>>()},
       {"forward", at<forward<T>>()},
       {"argmax", at<argmax<T>>()},
-      {"softmax", at<softmax<T>>()},
+      {"distributions", at<distributions<T>>()},
       {"top_candidates", at<top_candidates<T>>()},
       {"sample_children", at<sample_children>()},
       {"verify_trees", at<verify_trees<T>>()},

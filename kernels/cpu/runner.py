@@ -18,6 +18,7 @@ from titan.core.attention import LayerSpec
 from titan.core.batch import RaggedBatch, prefix_sums
 from titan.core.growth import BeamSpec, Feed, GrowthSpec, ShapePlan, ShapeSpec, Worth, block_table_of
 from titan.core.kv_tensor import KVTensor
+from titan.core.sampling_rows import options_of
 from titan.core.trees import DraftTrees, GrowthReport, NodeColumns, allocate_nodes
 from titan.kernels.cpu.compiled import BOOL, COMPILED_DTYPES, FLOAT32, INT, INT32, POINTER, CompiledKernels, address
 from titan.kernels.cpu.structs import (
@@ -32,7 +33,6 @@ from titan.kernels.cpu.structs import (
     spec_struct,
 )
 from titan.kernels.cpu.weights import is_packed, weight_struct
-from titan.kernels.growth import grow_by_passes
 from titan.kernels.interfaces import Backend
 from titan.kernels.torch.runner import TorchRunner, place_nodes
 
@@ -47,6 +47,9 @@ OP_TRAITS = TRAITS | {"transformers", "soft_cap", "sinks", "chunked_window", "na
 
 UNPRICED = Worth(agreement=1.0, acceptance=1.0, node_price=-math.inf, row_price=0.0, pass_price=1.0)
 """The worth of nodes that are fed whatever that costs: each has an infinite profit."""
+
+UNSAMPLED = (1.0, 1.0, 0.0, 0, 0, 0)
+"""The options of growth that samples nothing: a temperature, and what is not read."""
 
 
 class CompiledRunner(TorchRunner):
@@ -97,20 +100,6 @@ class CompiledRunner(TorchRunner):
 
     def grow(self, feeds: Sequence[Feed], num_rows: int, vocab_size: int) -> DraftTrees:
         feeds = sorted(feeds, key=attrgetter("row"))  # the order of the trees
-        if not self._is_compiled(feeds, vocab_size):
-            return grow_by_passes(self.forward, self.backend, feeds, num_rows, vocab_size, self.kv.block_size)
-        return self._grow(feeds, num_rows, vocab_size)
-
-    def _is_compiled(self, feeds: Sequence[Feed], vocab_size: int) -> bool:
-        """Whether there are trees, and all are beams, or shapes whose samples are from uncut distributions."""
-        specs = [feed.spec for feed in feeds if feed.spec is not None]
-        return bool(specs) and all(
-            isinstance(spec, BeamSpec)
-            or (isinstance(spec, ShapeSpec) and not (spec.params is not None and spec.params.has_cuts(vocab_size)))
-            for spec in specs
-        )
-
-    def _grow(self, feeds: Sequence[Feed], num_rows: int, vocab_size: int) -> DraftTrees:
         trees, num_probs = list[tuple[Any, ...]](), 0
         for feed in feeds:
             last_slot = feed.root + (0 if feed.spec is None else feed.spec.num_slots)
@@ -150,12 +139,12 @@ def _growth(spec: GrowthSpec | None, root: int, row: int, first_probs: int) -> t
     places = 0 if spec is None else spec.num_nodes, row, first_probs
     match spec:
         case None:
-            return 0, root, 1, 0, 0, *places, 0, 1.0, False, UNPRICED
+            return 0, root, 1, 0, 0, *places, UNSAMPLED, False, UNPRICED
         case BeamSpec(depth=depth, width=width, num_children=num_children, temperature=temperature, worth=worth):
-            return 0, root, depth, width, num_children, *places, 0, temperature, False, worth or UNPRICED
+            return 0, root, depth, width, num_children, *places, (temperature, *UNSAMPLED[1:]), False, worth or UNPRICED
         case ShapeSpec(plan=plan, params=params, seed=seed):
-            temperature = 1.0 if params is None else params.temperature
-            return _parents(plan), root, 1 + len(plan.feeds), 0, 0, *places, seed, temperature, params is not None, UNPRICED
+            options = UNSAMPLED if params is None else options_of(params, seed, root + 1)
+            return _parents(plan), root, 1 + len(plan.feeds), 0, 0, *places, options, params is not None, UNPRICED
     raise TypeError(f"{type(spec).__name__} is not a spec that can be grown")
 
 

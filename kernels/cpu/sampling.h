@@ -1,24 +1,13 @@
-// Sampling: random numbers, the largest logits, softmax at a temperature, samples, and rejection.
+// Sampling: random numbers, samples, and the verification of trees.
 
 #pragma once
 
-#include "team.h"
+#include "distribution.h"
 
 namespace {
 
-constexpr int kChunk = 512; // numbers that are summed before their sum is added to a double
 // purposes of random numbers
 constexpr int64_t kSample = TITAN_SAMPLE, kDraft = TITAN_DRAFT, kAccept = TITAN_ACCEPT, kResidual = TITAN_RESIDUAL;
-constexpr int kSearched = 64; // logits skipped together if none of them is large enough
-
-// `OPTIONS` of `titan/core/sampling_rows.py`.
-struct Options {
-  float temperature; // 0: the most likely token
-  float top_p, min_p;
-  int64_t top_k;
-  uint64_t seed;
-  int64_t position; // of the token that is sampled
-};
 
 // Uniform in (0, 1) by Philox 4x32-10; key = seed, counter = (position, stream, 0, 0).
 inline double uniform_number(uint64_t seed, int64_t position, int64_t stream) {
@@ -35,82 +24,6 @@ inline double uniform_number(uint64_t seed, int64_t position, int64_t stream) {
   }
   const uint64_t bits = static_cast<uint64_t>(c0) << 20 | c1 >> 12;
   return (static_cast<double>(bits) + 0.5) * 0x1p-52; // half a step, so that it is never 0 or 1
-}
-
-// Sum term(i) for i in 0 .. size - 1: in float within chunks, whose sums are added in double.
-template <typename Term>
-inline double sum_terms(int64_t size, const Term& term) {
-  double total = 0;
-  for (int64_t start = 0; start < size; start += kChunk) {
-    const int64_t end = std::min(start + kChunk, size);
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = start; i < end; ++i) sum += term(i);
-    total += sum;
-  }
-  return total;
-}
-
-template <typename T>
-void softmax_row(const T* logits, float temperature, float* probs, int64_t size) {
-  float largest = kMinusInfinity;
-#pragma omp simd reduction(max : largest)
-  for (int64_t i = 0; i < size; ++i) largest = std::max(largest, widen(logits[i]));
-  const double total = sum_terms(size, [=](int64_t i) {
-    return probs[i] = exponential((widen(logits[i]) - largest) / temperature); // the inverse of a tiny temperature may be infinite
-  });
-  const float scale = static_cast<float>(1.0 / total);
-#pragma omp simd
-  for (int64_t i = 0; i < size; ++i) probs[i] *= scale;
-}
-
-// Find the largest entries of a row, in descending order, ties in their order in the row; return whether none is NaN.
-template <typename T>
-bool largest_entries(const T* logits, int64_t* tokens, float* values, int64_t count, int64_t size) {
-  std::fill_n(tokens, count, 0);
-  std::fill_n(values, count, kMinusInfinity);
-  int has_nan = 0;
-  for (int64_t start = 0; start < size; start += kSearched) {
-    const int64_t end = std::min(start + kSearched, size);
-    float largest = kMinusInfinity;
-#pragma omp simd reduction(max : largest) reduction(| : has_nan)
-    for (int64_t i = start; i < end; ++i) {
-      const float x = widen(logits[i]);
-      largest = std::max(largest, x);
-      has_nan |= x != x;
-    }
-    if (!(largest > values[count - 1])) continue;
-    for (int64_t i = start; i < end; ++i) {
-      const float x = widen(logits[i]);
-      if (!(x > values[count - 1])) continue;
-      int64_t place = count - 1;
-      for (; place > 0 && x > values[place - 1]; --place) {
-        tokens[place] = tokens[place - 1];
-        values[place] = values[place - 1];
-      }
-      tokens[place] = i;
-      values[place] = x;
-    }
-  }
-  return !has_nan;
-}
-
-// Return the index of the largest entry, the first of ties; -1 if it is not finite or an entry is NaN.
-template <typename T>
-int64_t argmax_row(const T* logits, int64_t size) {
-  int64_t token;
-  float largest;
-  return largest_entries(logits, &token, &largest, 1, size) && std::isfinite(largest) ? token : -1;
-}
-
-// Find the largest entries of a row and their log-probabilities at a temperature.
-template <typename T>
-void top_candidates_row(const T* logits, float temperature, int64_t* tokens, float* logprobs, int64_t count, int64_t size) {
-  largest_entries(logits, tokens, logprobs, count, size);
-  const float largest = logprobs[0];
-  const double total = sum_terms(size, [=](int64_t i) { return exponential((widen(logits[i]) - largest) / temperature); });
-  const float log_total = static_cast<float>(std::log(total));
-  for (int64_t i = 0; i < count; ++i) logprobs[i] = (logprobs[i] - largest) / temperature - log_total;
 }
 
 // Return the first entry at which the running sum exceeds `uniform` times the total; 0 if no entry is above 0.
@@ -159,12 +72,11 @@ double residual_row(const float* probs, const float* draft_probs, double scale, 
   });
 }
 
-// Trees of a plan, see `DraftTrees` of `titan/core/trees.py`, of which some are verified. Each of these has rows of values: that
+// Trees of a plan, see `DraftTrees` of `titan/core/trees.py`, of which some are verified. Each of these has rows of logits: that
 // of its root, then those of its nodes.
 struct VerifiedTrees {
   int64_t num_trees;
   int64_t max_depth;         // of `paths`
-  int64_t holds_probs;       // whether the values are float32 probabilities, not logits
   const int64_t* rows;       // [trees], of the plan
   const int64_t* start_loc;  // [all rows of the plan + 1], of the nodes
   const char* is_sampled;    // [all rows of the plan]
@@ -204,27 +116,20 @@ struct Descent {
     const int64_t token = draw_row(probs, uniform(stream), size);
     return probs[token] > 0 ? token : -1;
   }
-
-  // p where the path ends, given the tree's values: as they are, or made of logits in the room.
-  template <typename T>
-  const float* probs(const T* values, bool holds_probs, float* room, int64_t size) const {
-    const T* here = values + (1 + reached) * size;
-    if (holds_probs) return reinterpret_cast<const float*>(here);
-    softmax_row(here, options.temperature, room, size);
-    return room;
-  }
 };
 
-// Verify a tree by sample-and-match, see `titan/kernels/torch/trees.py`, given the values at its root and nodes: descend, as long as
+// Verify a tree by sample-and-match, see `titan/kernels/torch/trees.py`, given the logits at its root and nodes: descend, as long as
 // there is one, to the child that is the target's token. Return that token at the end of the path.
 template <typename T>
-int64_t match_tree(const VerifiedTrees& trees, int64_t i, const T* values, int64_t size) {
+int64_t match_tree(const VerifiedTrees& trees, int64_t i, const T* logits, int64_t size) {
   Descent descent(trees, i);
-  const bool is_greedy = !trees.holds_probs && descent.options.temperature == 0;
-  const std::unique_ptr<float[]> room(is_greedy || trees.holds_probs ? nullptr : new float[size]);
+  const bool is_greedy = descent.options.temperature == 0;
+  const std::unique_ptr<float[]> probs(is_greedy ? nullptr : new float[size]);
   const auto target_token = [&] {
-    if (is_greedy) return argmax_row(values + (1 + descent.reached) * size, size);
-    return descent.draw(descent.probs(values, trees.holds_probs, room.get(), size), kSample, size);
+    const T* here = logits + (1 + descent.reached) * size;
+    if (is_greedy) return argmax_row(here, size);
+    distribution_row(here, descent.options, probs.get(), size);
+    return descent.draw(probs.get(), kSample, size);
   };
   int64_t wanted = target_token();
   for (int64_t node = 0; node < descent.num_nodes; ++node) {
@@ -238,15 +143,15 @@ int64_t match_tree(const VerifiedTrees& trees, int64_t i, const T* values, int64
 // Verify a sampled tree by recursive rejection, likewise: descend to the first child that is accepted. Return a token from the
 // residual; from p at a leaf, or if rounding leaves nothing of the residual.
 template <typename T>
-int64_t reject_tree(const VerifiedTrees& trees, int64_t i, const T* values, int64_t size) {
+int64_t reject_tree(const VerifiedTrees& trees, int64_t i, const T* logits, int64_t size) {
   Descent descent(trees, i);
   const std::unique_ptr<float[]> room(new float[3 * size]);
-  float *rest = room.get() + size, *untried = rest + size;
-  const float *probs, *draft_probs; // p where the path ends, and q that its children were sampled from, null at a leaf
-  double scale;                     // s of the children tried so far
-  int64_t rank, rejected = -1;      // how many these are, and the last of them
+  float *probs = room.get(), *rest = probs + size, *untried = rest + size; // p where the path ends
+  const float* draft_probs; // q that its children were sampled from, null at a leaf
+  double scale;             // s of the children tried so far
+  int64_t rank, rejected = -1; // how many these are, and the last of them
   const auto arrive = [&] {
-    probs = descent.probs(values, trees.holds_probs, room.get(), size);
+    distribution_row(logits + (1 + descent.reached) * size, descent.options, probs, size);
     draft_probs = descent.is_leaf() ? nullptr : trees.draft_probs + trees.draft_rows[descent.root_row + 1 + descent.reached] * size;
     scale = 0, rank = 0;
   };
@@ -278,14 +183,14 @@ int64_t reject_tree(const VerifiedTrees& trees, int64_t i, const T* values, int6
 }
 
 template <typename T>
-void verify_trees(Team* team, const T* values, int64_t size, const VerifiedTrees& trees) {
+void verify_trees(Team* team, const T* logits, int64_t size, const VerifiedTrees& trees) {
   std::vector<int64_t> root_rows(trees.num_trees + 1, 0);
   for (int64_t i = 0; i < trees.num_trees; ++i)
     root_rows[i + 1] = root_rows[i] + 1 + trees.start_loc[trees.rows[i] + 1] - trees.start_loc[trees.rows[i]];
   share(team, trees.num_trees, root_rows[trees.num_trees] / std::max<int64_t>(trees.num_trees, 1) * size,
         [&](int64_t i) {
           const auto verify = trees.is_sampled[trees.rows[i]] ? reject_tree<T> : match_tree<T>;
-          trees.final_tokens[i] = verify(trees, i, values + root_rows[i] * size, size);
+          trees.final_tokens[i] = verify(trees, i, logits + root_rows[i] * size, size);
         });
 }
 
@@ -295,24 +200,6 @@ inline void sample_children(Team* team, const Options* options, const float* pro
   share(team, num_rows, size, [&](int64_t row) {
     int64_t* children = tokens + places[row] * max_children;
     draw_siblings(probs + row * size, options[row].seed, options[row].position, num_children[row], children, size);
-  });
-}
-
-template <typename T>
-void argmax(Team* team, const T* logits, int64_t* tokens, int64_t num_rows, int64_t size) {
-  share(team, num_rows, size / 8, [&](int64_t row) { tokens[row] = argmax_row(logits + row * size, size); });
-}
-
-template <typename T>
-void softmax(Team* team, const T* logits, const float* temperatures, float* probs, int64_t num_rows, int64_t size) {
-  share(team, num_rows, size, [&](int64_t row) { softmax_row(logits + row * size, temperatures[row], probs + row * size, size); });
-}
-
-template <typename T>
-void top_candidates(Team* team, const T* logits, const float* temperatures, int64_t* tokens, float* logprobs, int64_t num_rows,
-                   int64_t size, int64_t count) {
-  share(team, num_rows, size, [&](int64_t row) {
-    top_candidates_row(logits + row * size, temperatures[row], tokens + row * count, logprobs + row * count, count, size);
   });
 }
 

@@ -8,11 +8,10 @@ from torch import Tensor
 from titan.core.arrays import Ints
 from titan.core.sampling_rows import OPTIONS, SamplingRows
 from titan.kernels.cpu.compiled import COMPILED_DTYPES, INT, POINTER, CompiledKernels, address
-from titan.kernels.torch.sampling import distributions
 
 ARGUMENTS = {
     "argmax": (POINTER, POINTER, INT, INT),
-    "softmax": (*[POINTER] * 3, INT, INT),
+    "distributions": (*[POINTER] * 3, INT, INT),
     "top_candidates": (*[POINTER] * 4, *[INT] * 3),
 }
 """Argument types of the library's functions that exist for every dtype."""
@@ -45,13 +44,9 @@ class CompiledSampling:
         return tokens, logprobs
 
     def probs(self, logits: Tensor, rows: SamplingRows) -> Tensor:
-        return distributions(logits, rows, self.softmax)
-
-    def softmax(self, logits: Tensor, temperatures: Tensor) -> Tensor:
-        """See `titan.kernels.torch.sampling.softmax_at`."""
         logits = readable(logits)
         probs = torch.empty(logits.shape, dtype=torch.float32)
-        self._call("softmax", logits, temperatures.contiguous(), probs, *logits.shape)
+        self._call("distributions", logits, address(rows.options, OPTIONS), probs, *logits.shape)
         return probs
 
     def sample_children(

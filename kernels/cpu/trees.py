@@ -34,23 +34,19 @@ class CompiledTrees(TorchTrees):
     def verify(self, logits: Tensor, trees: DraftTrees, rows: Ints, sampling: SamplingRows) -> Verified:
         if sampling.is_greedy and not trees.num_nodes:  # less to prepare: half of the time with cold caches
             return Verified(_no_paths(len(rows)), self._sampling.argmax(logits))
-        holds_probs = bool(sampling.is_cut(logits.shape[1]).any())
-        if holds_probs:
-            values = self._sampling.probs(logits, sampling.repeat(trees.counts[rows] + 1))
-        else:
-            values = readable(logits)
+        logits = readable(logits)
         num_trees, max_depth = len(rows), max(int(trees.counts.max()), 1)
         paths, final_tokens = torch.empty((num_trees, max_depth), dtype=torch.int32), torch.empty(num_trees, dtype=torch.int64)
         nodes, probs, draft_rows = trees.nodes, trees.draft_probs, trees.draft_rows
         struct = TreesStruct(
-            *(num_trees, max_depth, holds_probs),
+            *(num_trees, max_depth),
             *(address(rows), address(trees.start_loc), address(trees.is_sampled, BOOL), address(sampling.options, OPTIONS)),
             *(nodes.token_ids.data_ptr(), nodes.parents.data_ptr()),
             None if probs is None else probs.data_ptr(),
             None if draft_rows is None else draft_rows.data_ptr(),
             *(paths.data_ptr(), final_tokens.data_ptr()),
         )
-        self._verify[values.dtype](values.data_ptr(), values.shape[1], ctypes.addressof(struct))
+        self._verify[logits.dtype](logits.data_ptr(), logits.shape[1], ctypes.addressof(struct))
         return Verified(paths, final_tokens)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -16,10 +14,7 @@ from titan.core.sampling_rows import SamplingRows
 from titan.core.trees import Upload
 
 TOP_P_CANDIDATES = 512
-"""Number of most likely tokens in which the nucleus is searched first; a larger nucleus takes a full sort."""
-
-Softmax = Callable[[Tensor, Tensor], Tensor]
-"""A function like `softmax_at`."""
+"""Number of most likely tokens in which the nucleus is searched first; then it is in 16 times as many, and so on."""
 
 
 class TorchSampling:
@@ -40,7 +35,19 @@ class TorchSampling:
         return pad(best.indices, padding), pad((best.values.float() - largest) / column - log_total, padding, value=float("-inf"))
 
     def probs(self, logits: Tensor, rows: SamplingRows) -> Tensor:
-        return distributions(logits, rows, softmax_at)
+        if rows.is_greedy:
+            return _certain(logits)
+        is_greedy, is_cut = rows.options["temperature"] == 0, rows.is_cut(logits.shape[-1])
+        if is_cut.all():
+            return _cut(logits, rows)
+        probs = softmax_at(logits, _column(np.where(is_greedy, np.float32(1), rows.options["temperature"]), logits)[:, 0])
+        if is_greedy.any():
+            probs = torch.where(_column(is_greedy, logits), _certain(logits), probs)
+        if is_cut.any():  # only these rows take the time of cuts
+            index = np.flatnonzero(is_cut)
+            places = torch.from_numpy(index).to(logits.device)
+            probs[places] = _cut(logits[places], rows.take(index))
+        return probs
 
     def sample_children(
         self, logits: Tensor, rows: SamplingRows, num_children: Ints, places: Tensor, probs: Tensor, children: Tensor
@@ -51,23 +58,6 @@ class TorchSampling:
             rows.options["seed"][:, None], rows.options["position"][:, None], Purpose.DRAFT, sibling=np.arange(count)
         )
         children[places, :count] = draw_siblings(written, *self._upload([uniform, num_children]))
-
-
-def distributions(logits: Tensor, rows: SamplingRows, softmax: Softmax) -> Tensor:
-    """Compute the distributions that rows are sampled from; see `titan.kernels.interfaces.SamplingOps.probs`."""
-    if rows.is_greedy:
-        return _certain(logits)
-    is_greedy, is_cut = rows.options["temperature"] == 0, rows.is_cut(logits.shape[-1])
-    if is_cut.all():
-        return _cut(logits, rows, softmax)
-    probs = softmax(logits, _column(np.where(is_greedy, np.float32(1), rows.options["temperature"]), logits)[:, 0])
-    if is_greedy.any():
-        probs = torch.where(_column(is_greedy, logits), _certain(logits), probs)
-    if is_cut.any():  # only these rows take the time of cuts
-        index = np.flatnonzero(is_cut)
-        places = torch.from_numpy(index).to(logits.device)
-        probs[places] = _cut(logits[places], rows.take(index), softmax)
-    return probs
 
 
 def _column(values: NDArray[np.float32] | Ints | Flags, like: Tensor) -> Tensor:
@@ -81,14 +71,14 @@ def _certain(logits: Tensor) -> Tensor:
     return certain.masked_fill_(~best.isfinite(), torch.nan)
 
 
-def _cut(logits: Tensor, rows: SamplingRows, softmax: Softmax) -> Tensor:
+def _cut(logits: Tensor, rows: SamplingRows) -> Tensor:
     """Compute the distributions of rows above temperature 0 from which top-k, top-p or min-p may remove tokens."""
     temperature, top_k, top_p, min_p = (rows.options[name] for name in ("temperature", "top_k", "top_p", "min_p"))
     vocab_size = logits.shape[-1]
     limits = np.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size)
     if (limits < vocab_size).any():
         logits = _cut_top_k(logits, limits)
-    probs = softmax(logits, _column(temperature, logits)[:, 0])
+    probs = softmax_at(logits, _column(temperature, logits)[:, 0])
     if (top_p < 1).any():
         probs = _cut_top_p(probs, _column(top_p, logits))
     if (min_p > 0).any():
@@ -122,7 +112,7 @@ def _cut_top_p(probs: Tensor, top_p: Tensor, num_candidates: int = TOP_P_CANDIDA
     nucleus = torch.where(top_p < 1, torch.zeros_like(probs).scatter_(-1, largest.indices, kept), probs)
     is_open = ((largest.values.sum(-1, keepdim=True) < top_p) & (top_p < 1))[:, 0]
     if num_candidates < vocab_size and bool(is_open.any()):
-        nucleus[is_open] = _cut_top_p(probs[is_open], top_p[is_open], vocab_size)
+        nucleus[is_open] = _cut_top_p(probs[is_open], top_p[is_open], 16 * num_candidates)
     return nucleus
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,15 @@ import pytest
 import torch
 from back_ends import make_back_end
 from proposals import assert_same_trees, filled, trees_on_host
-from stepping import greedy, make_engine, run_all, slots_in_order
+from stepping import slots_in_order
 from tiny_models import make_model
 from twins import BLOCK_SIZE, GrowthTwins
-from zoo import Zoo, random_prompts
+from zoo import Zoo
 
 from titan.core.growth import BeamSpec, Feed, GrowthSpec, ShapeSpec, Worth, main_path_order
 from titan.core.limits import MAX_NODES
 from titan.core.sampling_params import SamplingParams
 from titan.core.trees import DraftTrees, Parents, chain_parents
-from titan.kernels.cpu import runner as cpu_runner
 from titan.kernels.cpu.runner import CompiledRunner
 
 TEMPERATURES = [0.7, 1.0, 1.4, 0.3, 1.0]
@@ -43,28 +42,17 @@ SPECS: dict[str, list[GrowthSpec]] = {
     "wide beams": [BeamSpec(20, 2, 63, 64, 1.0), filled(chain_parents(3))],
     "shapes": [filled(shape) for shape in SHAPES],
     "sampled": [sampled(shape, i) for i, shape in enumerate(SHAPES)],
+    "cut": [sampled(BUSHY, 0, top_k=3), sampled(LINE, 1), sampled(WIDE, 2, top_p=0.8), sampled(LINE, 3, min_p=0.2), filled(WIDE)],
+    "of all that is cut": [sampled(BUSHY, i, top_k=60 - 9 * i, top_p=0.9, min_p=0.02 * i) for i in range(5)],
+    "cuts that remove nothing": [sampled(BUSHY, 0, top_k=150), sampled(LINE, 1, top_p=1 - 1e-9, min_p=1e-60)],
     "all kinds": [sampled(BUSHY, 0), filled(WIDE), sampled(LINE, 2), filled(chain_parents(3)), BeamSpec(6, 3, 2, 3, 0.5)],
 }
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Receives "compiled" or "general" for each step that grows."""
-    names: list[str] = []
-
-    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **options: (names.append(name), function(*args, **options))[1]
-
-    monkeypatch.setattr(CompiledRunner, "_grow", noted("compiled", CompiledRunner._grow))
-    monkeypatch.setattr(cpu_runner, "grow_by_passes", noted("general", cpu_runner.grow_by_passes))
-    return names
-
-
-def assert_grown(twins: GrowthTwins, feeds: Sequence[Feed], calls: list[str], way: str) -> DraftTrees:
-    """In that way, with the same nodes, scores and distributions as in the general form."""
-    del calls[:]
+def assert_grown(twins: GrowthTwins, feeds: Sequence[Feed]) -> DraftTrees:
+    """With the same nodes, scores and distributions as in the general form."""
+    assert isinstance(twins.runner, CompiledRunner)
     trees = twins.grow(feeds)
-    assert calls == [way]
     assert_same_trees(twins.backend, trees, twins.expected(feeds), range(7), 1e-4)
     return trees
 
@@ -73,24 +61,24 @@ def assert_grown(twins: GrowthTwins, feeds: Sequence[Feed], calls: list[str], wa
 @pytest.mark.parametrize("kind", SPECS)
 @pytest.mark.parametrize(("draft", "vocab_size"), [("other", 131), ("narrow_window~", 131), ("other", 90), ("other", 150)])
 def test_the_trees_are_those_that_are_grown_depth_by_depth(
-    zoo: Zoo, draft: str, vocab_size: int, kind: str, has_chunk: bool, calls: list[str]
+    zoo: Zoo, draft: str, vocab_size: int, kind: str, has_chunk: bool
 ) -> None:
     """And the same KV; also where the target has fewer or more tokens than the draft."""
     twins = GrowthTwins(zoo.path(draft), vocab_size, make_back_end("cpu"))
     [kv] = twins.runner.kv.groups
     before = kv.clone()
-    trees = assert_grown(twins, [*twins.feeds(SPECS[kind]), *([twins.chunk()] if has_chunk else [])], calls, "compiled")
+    trees = assert_grown(twins, [*twins.feeds(SPECS[kind]), *([twins.chunk()] if has_chunk else [])])
     twins.assert_same_kv()
     assert not torch.equal(kv, before) and trees.num_nodes >= 5
     assert int(trees.nodes.token_ids.max()) < min(vocab_size, 131)
 
 
 @pytest.mark.parametrize("has_chunk", [False, True], ids=["trees alone", "beside a chunk"])
-def test_the_report_counts_each_pass_and_each_row(zoo: Zoo, has_chunk: bool, calls: list[str]) -> None:
+def test_the_report_counts_each_pass_and_each_row(zoo: Zoo, has_chunk: bool) -> None:
     """Also the rows of a chunk, which are fed with the roots: their time is that of the draft."""
     twins = GrowthTwins(zoo.path("other"), 131, make_back_end("cpu"))
     feeds = [*twins.feeds(SPECS["chains"]), *([twins.chunk()] if has_chunk else [])]
-    trees, expected = assert_grown(twins, feeds, calls, "compiled"), twins.expected(feeds)
+    trees, expected = assert_grown(twins, feeds), twins.expected(feeds)
     assert trees.growth is not None and expected.growth is not None
     assert (trees.growth.num_passes, trees.growth.num_rows) == (expected.growth.num_passes, expected.growth.num_rows)
     assert trees.growth.seconds > 0
@@ -111,11 +99,11 @@ PRICED: dict[str, tuple[list[GrowthSpec], int]] = {  # and the greatest depth
 
 
 @pytest.mark.parametrize("case", PRICED)
-def test_growth_that_ends_where_it_does_not_pay_is_that_of_the_general_form(zoo: Zoo, case: str, calls: list[str]) -> None:
+def test_growth_that_ends_where_it_does_not_pay_is_that_of_the_general_form(zoo: Zoo, case: str) -> None:
     """And the KV that the nodes claim is theirs; in whatever order the requests come."""
     twins, (specs, max_depth) = GrowthTwins(zoo.path("other"), 131, make_back_end("cpu")), PRICED[case]
     feeds = twins.feeds(specs)
-    trees = assert_grown(twins, feeds[::-1], calls, "compiled")
+    trees = assert_grown(twins, feeds[::-1])
     assert int(trees.nodes.depths.max()) == max_depth
     slots = [
         feed.block_ids[slot // BLOCK_SIZE] * BLOCK_SIZE + slot % BLOCK_SIZE
@@ -129,49 +117,27 @@ def test_growth_that_ends_where_it_does_not_pay_is_that_of_the_general_form(zoo:
 
 @pytest.mark.parametrize("vocab_size", [8, 11], ids=["the same vocabulary", "a larger one"])
 @pytest.mark.parametrize("is_sampled", [False, True])
-def test_a_shape_with_more_children_than_the_draft_has_tokens_has_fewer_nodes(
-    zoo: Zoo, is_sampled: bool, vocab_size: int, calls: list[str]
-) -> None:
+def test_a_shape_with_more_children_than_the_draft_has_tokens_has_fewer_nodes(zoo: Zoo, is_sampled: bool, vocab_size: int) -> None:
     """Also where a node that is missing would have children of its own, which are fed as if it were there."""
     twins = GrowthTwins(zoo.path("eight_other"), vocab_size, make_back_end("cpu"))
     wide = main_path_order([*[-1] * 12, 10, 10, 11, 0, 12]).parents
     feeds = twins.feeds([sampled(wide, i) if is_sampled else filled(wide) for i in range(5)])
-    trees = assert_grown(twins, feeds, calls, "compiled")
+    trees = assert_grown(twins, feeds)
     assert trees.counts.tolist() == [9] * 5 + [0] * 2, "a star of all eight, and one below"
     if trees.draft_probs is not None and trees.draft_rows is not None:
         assert trees.draft_probs.shape[1] == vocab_size and not trees.draft_probs[trees.draft_rows, 8:].any()
     assert (trees.draft_probs is not None) == is_sampled
 
 
-def test_a_shape_with_more_children_than_there_are_possible_tokens_has_fewer_nodes(tmp_path: Path, calls: list[str]) -> None:
+def test_a_shape_with_more_children_than_there_are_possible_tokens_has_fewer_nodes(tmp_path: Path) -> None:
     model = make_model(tmp_path, "llama", num_hidden_layers=1)
     embedding, head = model.get_input_embeddings().weight.data, model.get_output_embeddings().weight.data
     embedding.add_(1000.0)  # so that all numbers of hidden states are near 1
     head[5:] = -3e38  # logits of -inf
     model.save_pretrained(tmp_path)
     twins = GrowthTwins(str(tmp_path), 131, make_back_end("cpu"))
-    trees = assert_grown(twins, twins.feeds([filled(WIDE)] * 3), calls, "compiled")
+    trees = assert_grown(twins, twins.feeds([filled(WIDE)] * 3))
     assert trees.counts[:3].tolist() == [5] * 3
-
-
-LEFT_TO_PYTORCH: dict[str, list[GrowthSpec]] = {
-    "top_k": [sampled(BUSHY, 0, top_k=3), sampled(LINE, 1)],
-    "top_p": [filled(chain_parents(3)), sampled(WIDE, 1, top_p=0.8), BeamSpec(6, 3, 2, 3, 0.5)],
-    "min_p": [sampled(LINE, 0, min_p=0.2)],
-}
-
-
-@pytest.mark.parametrize("kind", LEFT_TO_PYTORCH)
-def test_cuts_are_left_to_pytorch(zoo: Zoo, kind: str, calls: list[str]) -> None:
-    twins = GrowthTwins(zoo.path("other"), 131, make_back_end("cpu"))
-    assert_grown(twins, twins.feeds(LEFT_TO_PYTORCH[kind]), calls, "general")
-
-
-def test_cuts_that_remove_nothing_are_none(zoo: Zoo, calls: list[str]) -> None:
-    """As many tokens as there are, and shares that are 1 or 0 in float32."""
-    twins = GrowthTwins(zoo.path("other"), 131, make_back_end("cpu"))
-    specs = [sampled(BUSHY, 0, top_k=131), sampled(LINE, 1, top_p=1 - 1e-9), sampled(WIDE, 2, top_k=10**6, min_p=1e-60)]
-    assert_grown(twins, twins.feeds(specs), calls, "compiled")
 
 
 @pytest.mark.parametrize("kind", ["chains", "beams", "all kinds"])
@@ -210,10 +176,3 @@ def test_slots_without_blocks_and_positions_without_rotations_are_refused(zoo: Z
 def test_beams_whose_ancestors_are_more_than_64_bits_are_refused(size: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="is too large: at most 63 are allowed"):
         BeamSpec(*size, 9, 1.0)
-
-
-def test_an_engine_that_drafts_for_few_requests_grows_their_trees_in_one_call(zoo: Zoo, calls: list[str]) -> None:
-    backend = make_back_end("cpu")
-    engine = make_engine(zoo.path("llama"), zoo.path("other"), backend=backend, max_batch_size=4, num_kv_blocks=100)
-    run_all(engine, random_prompts(5), [greedy(12, ignore_eos=True)] * 5)
-    assert calls.count("compiled") > 3

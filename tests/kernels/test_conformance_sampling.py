@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from acceptance_reference import Option, reference_probs, sampling_rows
+from back_ends import make_back_end
 from exact_rules import inverse_cdf
 from interpreted import DEVICE, ON_CUDA, triton_backend
 from torch import Tensor
@@ -211,43 +212,49 @@ def test_no_rows_have_no_distributions(backend: Backend) -> None:
     assert backend.sampling.probs(torch.zeros(0, 9, device=backend.device), sampling_rows([])).shape == (0, 9)
 
 
-# What Triton does beyond that: equal logits are cut by token id, whatever the chunk, and rows may lie apart.
+# What kernels do beyond that: equal logits are cut by token id, whatever the chunk. To Triton, rows may lie apart.
 
 
-def assert_cut_by_token_id(logits: Tensor, options: Sequence[Option]) -> Tensor:
+@pytest.fixture(params=["cpu", "triton"])
+def by_id(request: pytest.FixtureRequest) -> Backend:
+    return triton_backend() if request.param == "triton" else make_back_end("cpu")
+
+
+def assert_cut_by_token_id(backend: Backend, logits: Tensor, options: Sequence[Option]) -> Tensor:
     expected = reference_probs(logits, options)
-    assert_same_distribution(triton_backend().sampling.probs(logits, sampling_rows(options)).cpu(), expected)
+    assert_same_distribution(backend.sampling.probs(logits.to(backend.device), sampling_rows(options)).cpu(), expected)
     return expected > 0
 
 
-def test_equal_logits_are_cut_by_token_id() -> None:
+def test_equal_logits_are_cut_by_token_id(by_id: Backend) -> None:
     """Of five values that many tokens share each, the cuts fall on one of them."""
     top_k, top_p = [(1.0, 4, 1.0, 0.0), (2.0, 23, 1.0, 0.0)], [(1.0, 0, 0.37, 0.0), (3.0, 40, 0.51, 0.0), (3.0, 9, 0.9, 0.3)]
     options = [*top_k, *top_p, (1.0, 0, 1.0, 1.0), (1.0, 3, 1.0, 1.0)]
-    logits = torch.randint(-2, 3, (len(options), 61), generator=torch.Generator().manual_seed(3)).float().to(DEVICE)
+    logits = torch.randint(-2, 3, (len(options), 61), generator=torch.Generator().manual_seed(3)).float()
     logits[logits == 0] = -0.0
     logits[:, 5:30:7] = 0.0  # the same number
     logits[1] = -logits[1].abs()  # -0.0 at most
     logits[3, ::2] = -INF
-    rows = zip(logits.cpu(), assert_cut_by_token_id(logits, options), strict=True)
+    rows = zip(logits, assert_cut_by_token_id(by_id, logits, options), strict=True)
     is_cut = [bool((row[~is_kept] == row[is_kept].min()).any()) for row, is_kept in rows]
     assert sum(is_cut) >= 5, "hardly a cut falls between equal logits: nothing is tested"
 
 
-def test_equal_logits_are_counted_across_chunks() -> None:
-    logits = torch.zeros(3, 2 * CHUNK + 500, device=DEVICE)
+def test_equal_logits_are_counted_across_chunks(by_id: Backend) -> None:
+    logits = torch.zeros(3, 2 * CHUNK + 500)
     logits[:, [1, 4000, CHUNK + 2]] = 1.0
-    is_kept = assert_cut_by_token_id(logits, [(1.0, 2 * CHUNK + 9, 1.0, 0.0), (1.0, 5, 1.0, 0.0), (0.0, 0, 1.0, 0.0)])
+    is_kept = assert_cut_by_token_id(by_id, logits, [(1.0, 2 * CHUNK + 9, 1.0, 0.0), (1.0, 5, 1.0, 0.0), (0.0, 0, 1.0, 0.0)])
     assert is_kept[1].nonzero()[:, 0].tolist() == [0, 1, 2, 4000, CHUNK + 2]
     logits[:, ::3], logits[:, 1::3], logits[:, 2::2] = -0.0, -1.0, 1.0  # more of each pair than fit into registers
-    assert_cut_by_token_id(logits, [(1.0, 2 * CHUNK + 9, 1.0, 0.0), (2.0, CHUNK + 1700, 1.0, 0.0), (9.0, 0, 0.875, 0.0)])
+    assert_cut_by_token_id(by_id, logits, [(1.0, 2 * CHUNK + 9, 1.0, 0.0), (2.0, CHUNK + 1700, 1.0, 0.0), (9.0, 0, 0.875, 0.0)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_narrow_logits_in_strided_rows_are_read_as_they_are(dtype: torch.dtype) -> None:
     options = [(0.7, 3, 0.9, 0.0), (5.0, 0, 0.3, 0.1), (0.7, 50, 1.0, 0.1), (5.0, 0, 1.0, 0.0)]
     wide = torch.full((len(options), 400), NAN, dtype=dtype, device=DEVICE)
-    assert_cut_by_token_id(wide[:, 40:340].copy_(random_logits(triton_backend(), len(options), 300)), options)
+    logits = wide[:, 40:340].copy_(random_logits(triton_backend(), len(options), 300))
+    assert_cut_by_token_id(triton_backend(), logits, options)
 
 
 @pytest.mark.parametrize(("num_rows", "vocab_size"), [(7, 2 * CHUNK + 900), pytest.param(56, 128_256, marks=ON_CUDA)])
@@ -265,6 +272,17 @@ def test_distributions_and_draws_over_a_real_vocabulary(num_rows: int, vocab_siz
     uniform = torch.from_numpy(philox_uniform(seeds, positions, Purpose.SAMPLE))
     mass, end = (each.gather(1, tokens)[:, 0] for each in (exact, exact.cumsum(-1)))
     assert (mass > 0).all() and (end - mass - bound <= uniform).all() and (uniform <= end + bound).all()
+
+
+@pytest.mark.parametrize("scale", [0.05, 0.5, 3.0])
+def test_compiled_cuts_over_a_real_vocabulary(scale: float) -> None:
+    """Whether nearly all tokens are needed for top-p or few, of which many are equal."""
+    options = [(0.75, 50, 1.0, 0.0), (1.0, 0, 0.875, 0.0), (0.75, 5000, 0.9375, 0.0), (0.5, 20, 0.75, 0.125), (1.0, 0, 0.1, 0.01)]
+    backend = make_back_end("cpu")
+    logits = random_logits(backend, len(options), 128_256, torch.bfloat16, scale=scale)
+    probs, exact = backend.sampling.probs(logits, sampling_rows(options)), reference_probs(logits, options)
+    assert (probs - exact).abs().sum(-1).max() / 2 <= 2e-5
+    assert [*((probs > 0) != (exact > 0)).sum(-1)[[0, 3]]] == [0, 0]
 
 
 def test_cuts_read_only_the_groups_that_can_matter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,11 +205,6 @@ class SamplingParams:
         """Whether logits are changed beyond masking stop tokens."""
         return bool(self.logit_bias or self.logits_processors or self.allowed_token_ids or self.bad_words) or self.has_penalties
 
-    def has_cuts(self, vocab_size: int) -> bool:
-        """Whether top-k, top-p or min-p may remove tokens: as `SamplingRows.is_cut` says it of sampled rows, in float32."""
-        is_cut = 0 < self.top_k < vocab_size or (self.top_p < 1.0 and as_float32(self.top_p) < 1.0)
-        return is_cut or (self.min_p > 0.0 and as_float32(self.min_p) > 0.0)
-
     @property
     def stop_strings(self) -> tuple[str, ...]:
         if self.stop is None:

@@ -27,6 +27,11 @@ OPTIONS = np.dtype(
 """Dtype of the options of one row."""
 
 
+def options_of(params: SamplingParams, seed: int, position: int) -> tuple[float, float, float, int, int, int]:
+    """Return a row of `OPTIONS`."""
+    return params.temperature, params.top_p, params.min_p, params.top_k, seed, position
+
+
 @dataclass(frozen=True, eq=False)
 class SamplingRows:
     """Sampling options of n rows."""
@@ -39,8 +44,7 @@ class SamplingRows:
         rows = list(rows)
         if not any(params.temperature for params, _, _ in rows):
             return cls._greedy(len(rows))
-        options = [(each.temperature, each.top_p, each.min_p, each.top_k, seed, position) for each, seed, position in rows]
-        return cls(np.array(options, OPTIONS))
+        return cls(np.array([options_of(*each) for each in rows], OPTIONS))
 
     @classmethod
     @lru_cache(maxsize=1024)
