@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from interpreted import DEVICE, ON_CUDA, eager_capture, triton_backend
@@ -15,9 +16,17 @@ from tiny_models import make_model
 from torch import Tensor
 from zoo import Zoo, random_prompts
 
+from titan.core.attention import AttentionSpec
+from titan.core.kv_tensor import KVGroup, KVLayout, KVTensor
 from titan.core.sampling_params import SamplingParams
+from titan.kernels.interfaces import PathMove, TokenPlaces
+from titan.kernels.triton.attention_plan import DeviceLayout
+from titan.kernels.triton.attention_planner import TreeAttentionPlan
 from titan.kernels.triton.cuda_graphs import cuda_graph_capture
 from titan.kernels.triton.draft_chain import DraftChains
+from titan.kernels.triton.kv_writes import write_kv
+from titan.kernels.triton.rope_kv import rope_and_write_kv
+from titan.kernels.triton.tree_attention import tree_attention
 
 pytestmark = ON_CUDA
 
@@ -169,3 +178,39 @@ def test_the_pages_of_the_swap_space_are_locked(zoo: Zoo) -> None:
     engine = make_engine(zoo.path("llama"), device="cuda", num_kv_blocks=8, swap_space=3 * 2**20)
     host = [tensor for tensors in engine.kv.swap_space._blocks.values() for tensor in tensors]
     assert host and all(tensor.is_pinned() for tensor in host)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_the_last_blocks_of_more_than_2_to_the_31_numbers_are_used_as_those_of_few(dtype: torch.dtype) -> None:
+    large = use_blocks(33, 2100, [2097, 2098, 2090], dtype)
+    assert all(map(torch.equal, large, use_blocks(2, 8, [5, 6, 2], dtype)))
+
+
+def use_blocks(num_layers: int, num_blocks: int, block_ids: list[int], dtype: torch.dtype) -> list[Tensor]:
+    """Write, attend to, move, copy and clear three blocks of two layers; return outputs, and what the blocks hold."""
+    backend, generator, length = triton_backend(), torch.Generator().manual_seed(0), 40
+    device = backend.device
+    kv = KVTensor(KVLayout((KVGroup(num_layers, 8, 128),), dtype), num_blocks, 16, device)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, torch.bfloat16)
+
+    def int32(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    positions, table = torch.arange(length, device=device), random(64, 2, 128)
+    slots = torch.tensor([block_ids[i // 16] * 16 + i % 16 for i in range(length)], device=device)
+    found = []
+    for layer in (0, num_layers - 1):
+        places = TokenPlaces(table, positions, slots)
+        queries = rope_and_write_kv(random(length, (32 + 16) * 128), places, kv.layers[layer], None, 1e-6)
+        write_kv(kv.layers[layer], slots[-3:].clone(), random(3, 8, 128), random(3, 8, 128))
+        lengths, no_nodes = (int32(0, length), int32(length)), torch.zeros_like(positions)
+        layout = DeviceLayout(
+            16, *lengths, int32(*block_ids).view(1, -1), positions, (positions + 1).int(), int32(0), no_nodes, 1, length
+        )
+        found.append(tree_attention(queries, kv.layers[layer], TreeAttentionPlan(layout), AttentionSpec(0.09)))
+    backend.cache.move_paths(kv, [PathMove(block_ids, 20, [1, 3])])
+    backend.cache.copy_blocks(kv, np.array(block_ids[:1]), np.array(block_ids[1:2]))
+    backend.cache.clear_blocks(kv, np.array(block_ids[2:]))
+    return found + [kv.groups[0][layer, block_id].clone() for layer in (0, num_layers - 1) for block_id in block_ids]

@@ -33,7 +33,8 @@ fi
 [[ $PYTHON == */* ]] && PYTHON=$(cd "$(dirname "$PYTHON")" && pwd)/$(basename "$PYTHON")
 [[ $tiny ]] && export TRITON_INTERPRET=1 BATCHES=${BATCHES:-1 2 3}
 BATCHES=${BATCHES:-1 8 32}
-export PYTHONUNBUFFERED=1 PYTHONPATH=$ROOT
+others=${PYTHONPATH:+:$PYTHONPATH} # packages that the machine lacks, such as FlashInfer
+export PYTHONUNBUFFERED=1 PYTHONPATH=$ROOT$others
 # later calls and trees find compiled kernels there; beside OUT, since OUT is what is copied from the machine
 export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-${TMPDIR:-/tmp}/titan-triton}
 cd "$ROOT" || exit 2
@@ -66,7 +67,7 @@ check() { # name, tree, seconds at most, options of gpu_check: its rows as they 
         failed+=("$name (no folder $tree)")
         return
     fi
-    PYTHONPATH=$tree part "$name" "$seconds" \
+    PYTHONPATH=$tree$others part "$name" "$seconds" \
         "$PYTHON" -m titan.bench.gpu_check $tiny --seconds "$planned" --json "$OUT/$name.json" "$@" >"$tables"
     cd "$ROOT" || exit 2
     grep -v '^| tests/.*| ok ' "$tables"

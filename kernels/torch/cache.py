@@ -30,19 +30,24 @@ class TorchCache:
         return torch.empty(shape, dtype=dtype, device=device)
 
     def move_paths(self, kv: KVTensor, moves: Sequence[PathMove]) -> None:
-        old_blocks, old, new_blocks, new = self._upload(path_places(moves, kv.block_size))
+        old_blocks, old, new_blocks, new = path_places(moves, kv.block_size)
         for plane in planes(kv):
-            plane[:, new_blocks, :, :, new] = plane[:, old_blocks, :, :, old]
+            olds, news = (layer_rows(plane, each) for each in (old_blocks, new_blocks))
+            offsets = (np.tile(each, plane.shape[0]) for each in (old, new))
+            sources, targets, from_offsets, to_offsets = self._upload([olds, news, *offsets])
+            rows = as_rows(plane)
+            rows[targets, :, :, to_offsets] = rows[sources, :, :, from_offsets]
 
     def copy_blocks(self, kv: KVTensor, sources: Ints, targets: Ints) -> None:
-        source_ids, target_ids = self._upload([sources, targets])
         for group in kv.groups:
-            group.index_copy_(1, target_ids, group.index_select(1, source_ids))
+            olds, news = self._upload([layer_rows(group, each) for each in (sources, targets)])
+            rows = as_rows(group)
+            rows.index_copy_(0, news, rows.index_select(0, olds))
 
     def clear_blocks(self, kv: KVTensor, block_ids: Ints) -> None:
-        [ids] = self._upload([block_ids])
         for group in kv.groups:
-            group.index_fill_(1, ids, 0)
+            [rows] = self._upload([layer_rows(group, block_ids)])
+            as_rows(group).index_fill_(0, rows, 0)
 
     def gather_blocks(self, source: KVTensor, target: KVTensor, block_ids: Ints) -> None:
         [ids] = self._upload([block_ids])
@@ -82,6 +87,19 @@ def _discard(tensor: Tensor) -> None:
         end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if end > first:
             ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
+
+
+def as_rows(group: Tensor) -> Tensor:
+    """View the blocks of all layers of a group, [num_layers, num_blocks, ...], as rows.
+
+    An operation on a few rows is one launch, where PyTorch makes one for every 2 GiB that an operation on all layers spans.
+    """
+    return group.view(-1, *group.shape[2:])
+
+
+def layer_rows(group: Tensor, block_ids: Ints) -> Ints:
+    """Return the rows of blocks, int64 [n], in `as_rows` of a group: int64 [num_layers * n], layer by layer."""
+    return (np.arange(group.shape[0])[:, None] * group.shape[1] + block_ids).ravel()
 
 
 def runs(sources: Ints, targets: Ints) -> Iterator[tuple[slice, slice]]:

@@ -98,7 +98,8 @@ class TritonBackend:
         return TritonRunner(self, model, kv, limits, self._tables[shape], counts, self._capture())
 
     def free_memory(self) -> int:
-        torch.cuda.empty_cache()  # what PyTorch keeps for later, and what graphs that are gone had
+        with WHOLE_DEVICE:
+            torch.cuda.empty_cache()  # what PyTorch keeps for later, and what graphs that are gone had
         return torch.cuda.mem_get_info(self.device)[0]
 
     def utilization(self) -> float | None:
@@ -108,14 +109,15 @@ class TritonBackend:
             return None
 
     def memory_for_kv(self, run_largest_passes: Callable[[], None]) -> KVMemory:
-        torch.cuda.empty_cache()
+        with WHOLE_DEVICE:
+            torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         run_largest_passes()
         with WHOLE_DEVICE:
             torch.cuda.synchronize(self.device)
-        peak = torch.cuda.max_memory_reserved(self.device) - before
-        torch.cuda.empty_cache()
+            peak = torch.cuda.max_memory_reserved(self.device) - before
+            torch.cuda.empty_cache()
         # free memory now: what was loaded for the first pass stays
         free, total = torch.cuda.mem_get_info(self.device)
         return KVMemory(total, free - peak, int(max(0, free - peak) * KV_MEMORY_SHARE))

@@ -15,7 +15,7 @@ from torch import Tensor
 from titan.core.arrays import Ints
 from titan.core.kv_tensor import KVTensor
 from titan.core.trees import Upload
-from titan.kernels.torch.cache import TorchCache, runs
+from titan.kernels.torch.cache import TorchCache, as_rows, layer_rows, runs
 from titan.kernels.triton.streams import WHOLE_DEVICE, StreamOwner, own_stream
 
 STAGED_BYTES = 64 * 2**20
@@ -76,8 +76,11 @@ class CudaCache(TorchCache):
             try:
                 for group, blocks in zip(kv.groups, host, strict=True):
                     for piece in _pieces(blocks, len(targets)):
-                        for away, here in runs(sources[piece], targets[piece]):
-                            group[:, here].copy_(blocks[away].to(group.device, non_blocking=True).transpose(0, 1))
+                        [rows] = self._upload([layer_rows(group, targets[piece])])
+                        arrived = group.new_empty(len(targets[piece]), *blocks.shape[1:])
+                        for away, here in runs(sources[piece], np.arange(len(arrived))):
+                            arrived[here].copy_(blocks[away], non_blocking=True)
+                        as_rows(group).index_copy_(0, rows, arrived.transpose(0, 1).flatten(0, 1))
             finally:  # without memory for the next piece, those before it are on their way
                 self._arrival = self._stream.record_event()
                 self._arriving.update(targets.tolist())

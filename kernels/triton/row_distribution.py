@@ -217,10 +217,7 @@ def _find_threshold(
             counts += (logits >= threshold).to(tl.int32)
             masses += tl.where(logits >= threshold, weigh(logits, peak, scale), 0.0).to(tl.float64)
         count, mass = tl.sum(counts, axis=0), tl.sum(masses, axis=0)
-        if BY_COUNT:
-            is_enough = (count >= wanted) | (step == 0)
-        else:
-            is_enough = (mass >= wanted) | (step == 0)
+        is_enough = ((count if BY_COUNT else mass) >= wanted) | (step == 0)
         low, high = tl.where(is_enough, middle, low), tl.where(is_enough, high, middle - 1)
         num_reaching = tl.where(is_enough, count, num_reaching)
         count_above, mass_above = tl.where(is_enough, count_above, count), tl.where(is_enough, mass_above, mass)

@@ -13,7 +13,8 @@ POOL_STREAMS = 32
 """Streams that PyTorch creates per device, and lends in turn."""
 
 WHOLE_DEVICE = RLock()
-"""Held by the thread that captures a graph, and by one that waits for all that a device does, which would end the capture."""
+"""Held by the thread that captures a graph, and by one that waits for all that a device does, which would end the capture, or has
+PyTorch return memory, which it does not meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

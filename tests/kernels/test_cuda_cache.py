@@ -49,15 +49,16 @@ def test_pages_that_the_system_does_not_lock_are_told_by_their_number(monkeypatc
 
 
 def test_blocks_on_their_way_in_are_waited_for_although_others_could_not_follow(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream, current, full = MagicMock(), MagicMock(), MagicMock()
+    stream, current, full = MagicMock(), MagicMock(), MagicMock(shape=(2, 4, 3))
     monkeypatch.setattr(CudaCache, "_stream", stream)
     monkeypatch.setattr(CudaCache, "_after_passes", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
-    full.__getitem__.return_value = SimpleNamespace(nbytes=1, to=MagicMock(side_effect=torch.OutOfMemoryError("out of memory")))
-    kv, cache = SimpleNamespace(groups=[torch.zeros(2, 4, 3), torch.zeros(2, 4, 3)]), CudaCache(MagicMock(), CPU)
+    full.new_empty.side_effect = torch.OutOfMemoryError("out of memory")
+    group, host = torch.zeros(2, 4, 3), torch.arange(24.0).view(4, 2, 3)
+    cache = CudaCache(lambda arrays: [torch.from_numpy(each) for each in arrays], CPU)
     with pytest.raises(torch.OutOfMemoryError):
-        cache.copy_in(kv, [torch.ones(4, 2, 3), full], np.array([0, 1]), np.array([2, 3]))  # type: ignore[arg-type]
-    assert kv.groups[0].sum((0, 2)).tolist() == [0, 0, 6, 6]
+        cache.copy_in(SimpleNamespace(groups=[group, full]), [host, host], np.array([3, 1]), np.array([2, 3]))  # type: ignore[arg-type]
+    assert torch.equal(group[:, 2:], host[[3, 1]].transpose(0, 1)) and not group[:, :2].any()
     cache.await_copies()
     current.wait_event.assert_called_once_with(stream.record_event.return_value)
 
