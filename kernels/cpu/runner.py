@@ -33,6 +33,7 @@ from titan.kernels.cpu.structs import (
     spec_struct,
 )
 from titan.kernels.cpu.weights import is_packed, weight_struct
+from titan.kernels.growth import grow_by_passes
 from titan.kernels.interfaces import Backend
 from titan.kernels.torch.runner import TorchRunner, place_nodes
 
@@ -99,6 +100,8 @@ class CompiledRunner(TorchRunner):
         return logits
 
     def grow(self, feeds: Sequence[Feed], num_rows: int, vocab_size: int) -> DraftTrees:
+        if not all(isinstance(feed.spec, GrowthSpec | None) for feed in feeds):  # another way of growing
+            return grow_by_passes(self.forward, self.backend, feeds, num_rows, vocab_size, self.kv.block_size)
         feeds = sorted(feeds, key=attrgetter("row"))  # the order of the trees
         trees, num_probs = list[tuple[Any, ...]](), 0
         for feed in feeds:
@@ -145,7 +148,6 @@ def _growth(spec: GrowthSpec | None, root: int, row: int, first_probs: int) -> t
         case ShapeSpec(plan=plan, params=params, seed=seed):
             options = UNSAMPLED if params is None else options_of(params, seed, root + 1)
             return _parents(plan), root, 1 + len(plan.feeds), 0, 0, *places, options, params is not None, UNPRICED
-    raise TypeError(f"{type(spec).__name__} is not a spec that can be grown")
 
 
 @lru_cache(maxsize=4096)
