@@ -21,6 +21,7 @@ from functools import partial
 from itertools import product, repeat
 from operator import itemgetter
 from statistics import geometric_mean
+from typing import Any
 
 from titan import LLM, SamplingParams
 from titan.bench.draft_recipes import DraftRecipe, Models
@@ -79,8 +80,9 @@ class DraftBench:
     def __init__(self, args: argparse.Namespace) -> None:
         if args.output_len < 2:
             raise ValueError("--output-len 1 is not allowed: it must be at least 2, as nothing is drafted for the first token")
+        self._cuts: dict[str, Any] = {"top_k": args.top_k, "top_p": args.top_p}
         for temperature in args.temperature:
-            SamplingParams(temperature=temperature)  # refuses what is none before work is done
+            SamplingParams(temperature=temperature, **self._cuts)  # refuses what is none before work is done
         self.args = args
         self.samples: list[Sample] = []
         self.problems: list[str] = []
@@ -141,8 +143,12 @@ class DraftBench:
     def _run(self, draft: str, workload: Workload, temperature: float) -> Run:
         """Swap, warm up, and run: what runs a draft model is new after a swap, and captures its first passes on a GPU."""
         self.engine.swap_draft(self.drafters[draft])
-        work = partial(run_workload, self.engine, concurrency=self.args.concurrency, temperature=temperature)
-        work(workload.warm_up(self.args.concurrency))
+        concurrency = self.args.concurrency
+
+        def work(part: Workload) -> Run:
+            return run_workload(self.engine, part, concurrency=concurrency, temperature=temperature, **self._cuts)
+
+        work(workload.warm_up(concurrency))
         return work(workload)
 
     def report(self) -> Report:
@@ -155,7 +161,8 @@ class DraftBench:
         answer = f"Fastest draft by tokens/s{in_one_round(rows)}: {'; '.join(places)}."
         about = (
             f"{args.model}, {args.dtype}; {count(args.concurrency, 'request')} at once, {count(args.waves, 'request')} per slot, "
-            f"prompts of {args.prompt_len} tokens, {args.output_len} generated; {count(args.rounds, 'interleaved round')}."
+            f"prompts of {args.prompt_len} tokens, {args.output_len} generated; {count(args.rounds, 'interleaved round')}; above "
+            f"temperature 0, top-k {args.top_k} and top-p {args.top_p:g}."
         )
         return Report(
             "Drafts",
@@ -212,6 +219,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--max-draft-tokens", type=positive, default=4, help="of drafts that do not say it (default: %(default)s)")
     add("--dtype", choices=list(RUN_DTYPES), default="bfloat16")
     add("--temperature", nargs="+", type=float, default=[0.0], help="of the requests (default: %(default)s)")
+    add("--top-k", type=int, default=0, help="above temperature 0; 0: all (default: %(default)s)")
+    add("--top-p", type=float, default=1.0, help="above temperature 0 (default: %(default)s)")
     add("--concurrency", type=positive, default=1, help="requests at once (default: %(default)s)")
     add("--waves", type=positive, default=1, help="requests per slot (default: %(default)s)")
     add("--prompts", nargs="+", help=f"{', '.join(SOURCES)}, {SYNTHETIC} (default: all but this; synthetic without a tokenizer)")

@@ -64,8 +64,8 @@ def workload_steps(
     concurrency: int | None = None,
     *,
     use_speculative: bool = True,
-    temperature: float = 0.0,
     is_static: bool = False,
+    **sampling: Any,
 ) -> Steps:
     """Step an idle engine until a workload is done; yields the tokens emitted so far after each step.
 
@@ -78,14 +78,14 @@ def workload_steps(
         own_time: of the run.
         concurrency: most requests at once; 1 is no batching, ``None`` leaves it to the engine.
         use_speculative: whether the engine may draft.
-        temperature: of the requests.
         is_static: the next requests are added when all of those before are finished.
+        sampling: options of the requests; see `make_requests`.
 
     Raises:
         RuntimeError, RuntimeWarning: as `serve`.
     """
     # within the time of the run, as those of other engines are made
-    requests = make_requests(engine, workload, use_speculative=use_speculative, temperature=temperature)
+    requests = make_requests(engine, workload, use_speculative=use_speculative, **sampling)
     changes: dict[Request, list[float]] = {request: [] for request in requests}
     seconds, num_before = 0.0, engine.counters.num_emitted_tokens
     clock = own_time.seconds

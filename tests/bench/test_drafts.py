@@ -96,13 +96,14 @@ def test_drafts_take_turns_on_the_same_prompts_and_what_cannot_run_is_named(
 ) -> None:
     def watched(engine: Engine, workload: Workload, **options: Any) -> Run:
         lengths.append(workload.output_lens)
+        assert (options["top_k"], options["top_p"]) == (0, 0.9)
         return run_workload(engine, workload, **options)
 
     lengths: list[list[int]] = []
     monkeypatch.setattr(drafts_bench, "run_workload", watched)
     good = zoo.path("llama~+text")
     drafts = [good, f"{good},tree=dynamic,tokens=6", "truncated:1", "ngram", zoo.path("small_vocab")]
-    options = ["--prompts", "code", "chat", "synthetic", "--temperature", "0", "0.8"]
+    options = ["--prompts", "code", "chat", "synthetic", "--temperature", "0", "0.8", "--top-p", "0.9"]
     result = run(zoo, tmp_path, *options, *(f"--draft={draft}" for draft in drafts))
     orders = [NO_DRAFT, *drafts[:4]], [*drafts[:4], NO_DRAFT]
     places = [(each, t) for each in ("code", "synthetic") for t in (0.0, 0.8)]
@@ -144,6 +145,7 @@ def test_drafts_take_turns_on_the_same_prompts_and_what_cannot_run_is_named(
         (["--draft", "demo", "--output-len", "1"], "--output-len 1 is not allowed: it must be at least 2"),
         (["--prompts", "poetry"], "left out: prompts poetry: prompts 'poetry' are unknown"),
         (["--temperature", "-1"], "temperature"),
+        (["--top-p", "0"], "top_p"),
     ],
 )
 def test_nothing_to_measure_is_an_error_before_work_is_done(zoo: Zoo, tmp_path: Path, options: list[str], message: str) -> None:
