@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -51,14 +52,15 @@ def transform_logits(
         forbidden: by row, token ids that must not be sampled.
         upload: uploads arrays to the device of the logits.
     """
-    scores = logits.to(torch.float32, copy=True)
+    scores = logits.new_empty(len(logits) + 1, logits.shape[1], dtype=torch.float32)  # one more, of which nothing is used
+    scores[:-1] = logits
     _add_bias(scores, requests, upload)
     errors = _process(scores, requests)
     _allow(scores, [each for each in requests if each.params.allowed_token_ids], upload)
     if forbidden:
         scores[tuple(upload(_entries([(row, list(token_ids)) for row, token_ids in forbidden.items()])))] = float("-inf")
     _penalize(scores, [each for each in requests if each.params.has_penalties], upload)
-    return TransformResult(scores, errors)
+    return TransformResult(scores[:-1], errors)
 
 
 def _add_bias(scores: Tensor, requests: Sequence[TransformedRows], upload: Upload) -> None:
@@ -103,48 +105,58 @@ def _check_result(result: object, logits: Tensor) -> None:
 
 
 def _penalize(scores: Tensor, requests: list[TransformedRows], upload: Upload) -> None:
-    """Apply repetition penalties over prompt, output and path, presence and frequency penalties over output and path."""
+    """Apply repetition penalties over prompt, output and path, presence and frequency penalties over output and path.
+
+    Only the scores of these tokens are read and written, few of a large vocabulary. The last row of ``scores`` is nobody's.
+    """
     if not requests:
         return
-    params = [each.params for each in requests]
-    has_repetition = any(each.repetition_penalty != 1.0 for each in params)
-    strengths = [(each.repetition_penalty, each.frequency_penalty, each.presence_penalty) for each in params]
-    rows, owners, penalties, *entries = upload(
+    has_repetition = any(each.params.repetition_penalty != 1.0 for each in requests)
+    strengths = [(each.params.repetition_penalty, each.params.frequency_penalty, each.params.presence_penalty) for each in requests]
+    paths = [path for each in requests for path in each.paths.values()]
+    seen = [
+        np.unique(np.concatenate([each.output_ids, np.array([*chain(*each.paths.values())], np.int64)]), return_inverse=True)
+        for each in requests
+    ]  # distinct tokens, and the places among them of those of the output, then of the paths
+    lengths = [len(each.output_ids) for each in requests]
+    in_output = [np.bincount(places[:end], minlength=len(ids)) for (ids, places), end in zip(seen, lengths, strict=True)]
+    rows, owners, penalties, token_ids, counts, path_rows, path_places, prompts = upload(
         [
             *_rows(requests),
             np.array(strengths, np.float32),
-            *_entries(enumerate(each.output_ids for each in requests)),
-            *_entries(enumerate(path for each in requests for path in each.paths.values())),
-            *_entries(enumerate(each.distinct_prompt_ids for each in requests)),
+            _padded([ids for ids, _ in seen], 0),
+            _padded(in_output, 0).astype(np.float32),
+            np.repeat(np.arange(len(paths)), [len(path) for path in paths]),
+            np.concatenate([places[end:] for (_, places), end in zip(seen, lengths, strict=True)]),
+            _padded([each.distinct_prompt_ids for each in requests], -1),
         ]
     )
-    outputs, paths, prompts = (entries[i : i + 2] for i in (0, 2, 4))
     repetition, frequency, presence = penalties[owners].T[:, :, None]
-
     # tokens that the rows of a request share are counted once, then each row adds its path
-    shape = len(requests), scores.shape[-1]
-    counts = _count(scores.new_zeros(shape), outputs)[owners]
-    counts = _count(counts, paths)
-
-    selected = scores[rows]
+    counts = counts[owners].index_put_((path_rows, path_places), counts.new_ones(()), accumulate=True)
+    token_ids, others = token_ids[owners], len(scores) - 1  # what a row has not seen is looked up in the last one
+    places = rows[:, None].where(counts > 0, others), token_ids
     if has_repetition:
-        is_seen = _count(scores.new_zeros(shape), prompts)[owners] + counts > 0
-        penalty = repetition.where(is_seen, 1.0)
-        selected = torch.where(selected > 0, selected / penalty, selected * penalty)
-    selected -= frequency * counts
-    selected -= presence * (counts > 0)
-    scores[rows] = selected
+        in_prompt = prompts[owners]
+        prompt_places = rows[:, None].where(in_prompt >= 0, others), in_prompt.clamp(min=0)
+        each_place = [torch.cat(columns, 1) for columns in zip(places, prompt_places, strict=True)]
+        values = scores[tuple(each_place)]
+        scores[tuple(each_place)] = torch.where(values > 0, values / repetition, values * repetition)
+    scores[places] = scores[places] - frequency * counts - presence * (counts > 0)
+
+
+def _padded(rows: Sequence[Ints], padding: int) -> Ints:
+    """Return rows of any lengths as a matrix."""
+    matrix = np.full((len(rows), max(map(len, rows))), padding, np.int64)
+    for padded, row in zip(matrix, rows, strict=True):
+        padded[: len(row)] = row
+    return matrix
 
 
 def _rows(requests: list[TransformedRows]) -> tuple[Ints, Ints]:
     """Return the rows of all requests, and the indices of their requests."""
     owners = np.repeat(np.arange(len(requests)), [len(each.paths) for each in requests])
     return np.array([row for each in requests for row in each.paths], np.int64), owners
-
-
-def _count(counts: Tensor, entries: Sequence[Tensor]) -> Tensor:
-    """Add 1 to ``counts`` at each entry, (row, column), as often as it occurs; in place."""
-    return counts.index_put_(tuple(entries), counts.new_ones(()), accumulate=True)
 
 
 def _entries(token_ids: Iterable[tuple[int, Sequence[int] | Ints]]) -> tuple[Ints, Ints]:
