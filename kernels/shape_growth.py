@@ -73,10 +73,8 @@ class ShapeGrowth:
             if count == 1:
                 self._children[level.places, 0] = self._backend.sampling.argmax(logits).clamp_(min=0)
                 return
-            tokens, logprobs = self._backend.sampling.top_candidates(
-                logits, count, logits.new_ones(len(logits), dtype=torch.float32)
-            )
-            self._children[level.places, :count] = tokens.where(logprobs > float("-inf"), -1)
+            best = logits.topk(count, dim=-1)
+            self._children[level.places, :count] = best.indices.where(best.values > float("-inf"), -1)
             return
         rows = self._sampling.take(level.owners).shifted(depth)
         self._backend.sampling.sample_children(logits, rows, level.num_children, level.places, self._probs, self._children)
