@@ -466,7 +466,7 @@ def test_text_needs_a_tokenizer(zoo: Zoo) -> None:
     with raises("no tokenizer", "tokenizer=..."):
         llm.get_tokenizer()
     for each in (llm, LLM(zoo.path("llama+text"), num_kv_blocks=8, **CPU)):
-        with raises("chat()", "chat template", "generate()"):
+        with raises("messages need a", "and the model has none", "a prompt is allowed"):
             each.chat([{"role": "user", "content": "a"}])
     [output] = llm.generate([[5, 6]], greedy(3, ignore_eos=True, logprobs=0), use_tqdm=False)
     [completion] = output.outputs

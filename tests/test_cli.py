@@ -355,7 +355,7 @@ def test_a_prompt_may_be_a_message(models: list[str], capsys: pytest.CaptureFixt
     chatty = [*models, "--tokenizer", str(tmp_path), "--chat"]
     assert generate_json(capsys, *chatty)["prompt"] == "a the dog and"
     assert generate(*chatty) == 0 and not capsys.readouterr().out.startswith("the dog")
-    assert generate(*models, "--chat") == 2 and "needs a tokenizer with a chat template" in capsys.readouterr().err
+    assert generate(*models, "--chat") == 2 and "--chat cannot be used: messages need a chat template" in capsys.readouterr().err
 
 
 def test_what_a_command_line_does_not_say_is_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:

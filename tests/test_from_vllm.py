@@ -264,6 +264,20 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": '{"x": 41}'}}
 def test_conversations(llm: LLM, messages: Any, options: dict[str, Any], expected: str) -> None:
     [output] = llm.chat(messages, greedy(2), use_tqdm=False, **options)
     assert output.prompt_token_ids == llm.get_tokenizer().encode(expected)
+    *_, streamed = llm.stream(llm.chat_prompt(messages, **options), greedy(2))
+    assert (streamed.prompt, streamed.outputs) == (output.prompt, output.outputs)
+
+
+def test_what_is_no_prompt_but_nearly_one_is_refused_with_what_to_do(llm: LLM) -> None:
+    for prompt, hint in (
+        (llm.get_tokenizer()("the dog"), "no key 'input_ids'.*; give its input_ids alone"),
+        (USER, "no key 'role'.*; messages are for chat"),
+        ([USER], "'user'.*, which is not a token id.*; messages are for chat"),
+    ):
+        with pytest.raises(ValueError, match=hint):
+            llm.stream(prompt)
+    with pytest.raises(ValueError, match=r"messages\[0\]=\{'role': 'user'\} has no content"):
+        llm.chat_prompt([{"role": "user"}])
 
 
 def test_the_tokens_of_a_conversation_are_those_of_its_text_though_a_template_may_render_other_text_each_time(llm: LLM) -> None:
@@ -275,10 +289,7 @@ def test_the_tokens_of_a_tokenizer_with_a_chat_template_in_code_are_its_own(llm:
     tokenizer: Any = llm.get_tokenizer()
     method = lambda self, conversation, *, tokenize, **_: [7, 8, 9] if tokenize else "the dog"  # noqa: E731
     tokenizer.__class__ = type("Own", (type(tokenizer),), {"apply_chat_template": method})
-    template = ChatTemplate(
-        tokenizer, None, chat_template=None, add_generation_prompt=True, continue_final_message=False, tools=None
-    )
-    assert template.render([USER]) == {"prompt": "the dog", "prompt_token_ids": [7, 8, 9]}
+    assert ChatTemplate(tokenizer).render([USER]) == {"prompt": "the dog", "prompt_token_ids": [7, 8, 9]}
 
 
 def test_one_bad_conversation_leaves_the_others_their_outputs(llm: LLM) -> None:

@@ -60,7 +60,8 @@ class ChatTemplate:
         }
         self._options = _read_options(own, kwargs)
         if tokenizer is None or not (chat_template or tokenizer.chat_template):
-            raise ValueError("chat() needs a tokenizer with a chat template, and the model has none: generate() takes a prompt")
+            missing = "tokenizer" if tokenizer is None else "chat template"
+            raise ValueError(f"messages need a {missing}, and the model has none: without one, a prompt is allowed")
         from transformers import PreTrainedTokenizerBase
 
         self._tokenizer = tokenizer

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from titan import __version__
-from titan.chat import ChatTemplate
 from titan.core.dtypes import RUN_DTYPES, dtype_name
 from titan.core.options import (
     DRAFT_SAMPLINGS,
@@ -269,7 +268,10 @@ def _generate(args: argparse.Namespace) -> int:
     plain_params = replace(params, use_speculative=False)
     prompt: Prompt = args.prompt
     if args.chat:
-        prompt = ChatTemplate(llm.get_tokenizer()).render([{"role": "user", "content": args.prompt}])
+        try:
+            prompt = llm.chat_prompt([{"role": "user", "content": args.prompt}])
+        except ValueError as error:
+            raise ValueError(f"--chat cannot be used: {error}") from error
     for warm_up in (params, plain_params) if args.compare else (params,):
         warm_up = replace(warm_up, max_tokens=WARM_UP_TOKENS, ignore_eos=True, stop=None)
         _check_completed(llm.generate(prompt, warm_up, use_tqdm=False)[0])

@@ -136,7 +136,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate the next message of one conversation or many, using the tokenizer's chat template.
 
-        Conversations that are not allowed are refused as prompts are in `generate`.
+        Conversations that are not allowed are refused as prompts are in `generate`. To stream a message, see `chat_prompt`.
 
         Args:
             messages: ``[{"role": "user", "content": "..."}, ...]``, or a sequence of such conversations. Content is text, or a list
@@ -171,6 +171,33 @@ class LLM:
         return self._generate(self.chat, prompts, sampling_params, use_tqdm, terms)
 
     def stream(
+    def chat_prompt(
+        self,
+        messages: Conversation,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[dict[str, Any] | Callable[..., Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Return the prompt of one conversation, its text and token ids, as `generate` and `stream` take it.
+
+        ``stream(chat_prompt(messages))`` streams the next message. The arguments are as in `chat`.
+
+        Raises:
+            ValueError: there is no chat template, a message or an argument is not allowed.
+        """
+        template = ChatTemplate(
+            self.frontend.tokenizer,
+            chat_template_kwargs,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+        )
+        return template.render(messages)
+
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **terms: Unpack[TermOptions]
     ) -> Generator[RequestOutput]:
         """Generate for one prompt and yield its output when a completion grows: text and tokens so far, complete characters only.

@@ -18,6 +18,8 @@ KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 BYTES = bytes | bytearray | memoryview
 """Sequences of integers that are not taken for token ids."""
 FORMS = "a str or a list of int, alone or in a dict as 'prompt' or 'prompt_token_ids'"
+HINTS = {"input_ids": "give its input_ids alone", "role": "messages are for chat(), or chat_prompt(), which makes a prompt of them"}
+"""What to do with a dict that is no prompt, by a key by which it is told: the output of a tokenizer, and a message."""
 
 
 class ReadPrompt(NamedTuple):
@@ -46,7 +48,8 @@ def read_prompt(prompt: object) -> ReadPrompt:
     if not isinstance(prompt, Mapping):
         return ReadPrompt(None, _read_token_ids(prompt))
     if unknown := [key for key in prompt if key not in KEYS]:
-        raise ValueError(f"prompt={shown(prompt)} is not allowed: {unknown_names(map(str, unknown), KEYS, 'key')}")
+        reason = unknown_names(map(str, unknown), KEYS, "key")
+        raise ValueError(f"prompt={shown(prompt)} is not allowed: {reason}{_hint(prompt)}")
     text, token_ids, cache_salt = map(prompt.get, KEYS)
     if not isinstance(text, str | None) or (text is None and token_ids is None):
         raise ValueError(f"prompt={shown(prompt)} is not allowed: a prompt is {FORMS}")
@@ -82,5 +85,10 @@ def _read_token_ids(prompt: object) -> list[int]:
         raise ValueError(f"prompt={shown(prompt)} is not allowed: a prompt is {FORMS}")
     for token_id in listed:
         if not is_integer(token_id):
-            raise ValueError(f"prompt has {shown(token_id)}, which is not a token id: a prompt is {FORMS}")
+            raise ValueError(f"prompt has {shown(token_id)}, which is not a token id: a prompt is {FORMS}{_hint(token_id)}")
     return list(map(int, listed))
+
+
+def _hint(value: object) -> str:
+    """Return what to do with the output of a tokenizer, or with a message, given in place of a prompt."""
+    return "".join(f"; {hint}" for key, hint in HINTS.items() if isinstance(value, Mapping) and key in value)
