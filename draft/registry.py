@@ -96,7 +96,7 @@ def open_draft_model(
     """Check a draft model, and return a function that loads it as the engine's options say, with a map between vocabularies.
 
     Args:
-        spec: "demo", a model's folder or hub id; also the drafter's name.
+        spec: "demo", a model's folder or hub id, or ``ID@REVISION``; also the drafter's name.
         context: of the engine.
         drafter_class: drafts with the model; it is called with the arguments of `DraftModelDrafter`.
 

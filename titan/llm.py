@@ -36,7 +36,8 @@ class LLM:
     next calls are served.
 
     Args:
-        model: "demo" (ships with the package), a folder in Hugging Face format, or a hub id.
+        model: "demo" (ships with the package), a folder in Hugging Face format, or a hub id; here and below, ``ID@REVISION`` is a
+            branch, tag or commit on the hub.
         draft_model: "demo", a folder or hub id of a model whose vocabulary is the target's or has enough of its tokens, "ngram"
             (prompt lookup), a `titan.draft.base.Drafter`, or ``None``, the default, for no speculation.
         tokenizer: folder or hub id of the tokenizer; ``None`` = the model's.
@@ -170,7 +171,6 @@ class LLM:
                 prompts.append(Refusal(str(error)))
         return self._generate(self.chat, prompts, sampling_params, use_tqdm, terms)
 
-    def stream(
     def chat_prompt(
         self,
         messages: Conversation,
@@ -198,6 +198,7 @@ class LLM:
         )
         return template.render(messages)
 
+    def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **terms: Unpack[TermOptions]
     ) -> Generator[RequestOutput]:
         """Generate for one prompt and yield its output when a completion grows: text and tokens so far, complete characters only.

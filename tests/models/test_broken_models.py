@@ -459,6 +459,23 @@ def test_of_a_hub_id_what_is_read_is_downloaded_once_and_of_one_commit(hub: Hub,
     assert set(files_below(tmp_path / "elsewhere/some/model" / hub.commits[2])) == set(target) and len(hub.commits) == 3
 
 
+def test_each_name_may_have_a_revision_of_its_own(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"device": "cpu", "num_kv_blocks": 8}
+    llm = LLM("some/model@v1", "some/draft@refs/pr/1", tokenizer="some/draft@v2", revision="v1", **options)
+    llm.swap_draft("some/draft@v3")
+    assert set(hub.revisions) - set(hub.commits) == {"v1", "refs/pr/1", "v2", "v3"} and llm.metrics().draft == "some/draft@v3"
+    for name, why in (("some/model@v1", "contradicts revision='v2'"), ("some/model@", "not allowed"), ("demo@v1", "not allowed")):
+        with pytest.raises(ValueError, match=f"model '{name}' .*{why}"):
+            LLM(name, revision="v2", **options)
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(hub.repositories / "some/draft", "here@v1")
+    asked = len(hub.revisions)
+    assert LLM("here@v1", "./here@v1", **options).metrics().draft == "./here@v1" and len(hub.revisions) == asked
+    for name, why in (("./here@v2", "'./here@v2' does not exist"), ("hub@v1", "revision='v1' contradicts model 'hub', which is a")):
+        with pytest.raises(ValueError, match=why):
+            LLM(name, **options)
+
+
 def test_a_bench_downloads_a_revision_and_takes_its_folder(hub: Hub) -> None:
     args = parse_arguments(["--model", "some/draft", "--revision", "v1", "--scenario", "fair"])
     [commit] = hub.commits

@@ -112,7 +112,8 @@ class ModelOptions:
         max_model_len: maximum tokens of a request, prompt and output; ``None`` = the model's positions.
         warm_up: at the start and for each new draft, compile and record all that passes on a GPU need, with a progress bar;
             ``False`` = when it is first needed, which delays requests. On a CPU there is nothing to compile or record.
-        revision: branch, tag or commit of the target, and of its tokenizer, on the hub; ``None`` = the main branch.
+        revision: branch, tag or commit of the target, and of its tokenizer, on the hub; ``None`` = the main branch, unless the
+            model is given as ``ID@REVISION``, as drafts and other tokenizers may be, too.
         download_dir: folder for downloads from the hub; ``None`` = the hub library's cache.
         generation_config: where a call has no sampling params, "auto" uses those of the model's generation_config.json, and
             "vllm" (its name for it) `SamplingParams()`.

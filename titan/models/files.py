@@ -11,6 +11,8 @@ from typing import Any, Literal
 DEMO = "demo"
 """Name of the models that ship with the package."""
 ALLOWED_NAMES = "it must be 'demo', a folder or a Hugging Face hub id"
+PATH_SIGNS = (".", "/", "~")
+"""How a path may begin, and no hub id does."""
 CONFIG, GENERATION_CONFIG, ADAPTER_CONFIG = "config.json", "generation_config.json", "adapter_config.json"
 WEIGHT_INDEX = "model.safetensors.index.json"
 SINGLE_WEIGHT_FILE = "model.safetensors"
@@ -31,18 +33,18 @@ class ModelFiles:
     """The files of one model; on the hub all are of the commit that the revision stands for when the first are asked for.
 
     Args:
-        name: a folder or a hub id.
-        revision: branch, tag or commit on the hub; ``None`` = its main branch, or a folder, which has no other.
+        name: a folder, a hub id, or ``ID@REVISION``.
+        revision: branch, tag or commit on the hub; ``None`` = that of the name, else its main branch, or a folder, which has none.
         download_dir: folder for downloads; ``None`` = the hub library's cache.
 
     Raises:
-        ValueError: the name is that of a file, or can be neither a folder nor a hub id; or it is a folder, and has a revision.
+        ValueError: the name is that of a file, or can be neither a folder nor a hub id; it is a folder, and has a revision; or it
+            has two.
     """
 
     def __init__(self, name: str, revision: str | None = None, download_dir: str | None = None) -> None:
-        self.name = name
+        self.name, self._revision = name, revision = _read_name(name, revision)
         self.download_dir = download_dir
-        self._revision = revision
         self._downloaded: Path | None = None
         self._fetched = set[str]()  # patterns
         self._listed: list[str] | None = None  # names on the hub; none: it cannot be reached
@@ -54,7 +56,7 @@ class ModelFiles:
             if path.endswith(".gguf"):
                 raise ValueError(f"model {name!r} is a GGUF file, which is not supported: {WHAT_IS_READ}")
             raise ValueError(f"model {name!r} is a file: give its folder, {str(Path(path).parent)!r}, with config.json in it")
-        if self._folder is None and (not name or name.startswith((".", "/", "~")) or name.count("/") > 1):
+        if self._folder is None and (not name or name.startswith(PATH_SIGNS) or name.count("/") > 1):
             raise ValueError(f"model {name!r} does not exist: {ALLOWED_NAMES}")
 
     def fetch(self, *patterns: str) -> Path:
@@ -125,6 +127,18 @@ class ModelFiles:
         if not isinstance(content, dict):
             raise ValueError(f"model {self.name!r} has a {file} that is not a JSON object")
         return content
+
+
+def _read_name(name: str, revision: str | None) -> tuple[str, str | None]:
+    """Return a folder, or a hub id and its revision, which may be given as ``ID@REVISION``."""
+    if "@" not in name or name.startswith(PATH_SIGNS) or os.path.exists(name):  # noqa: PTH110 - a folder's name may have an @
+        return name, revision
+    hub_id, _, own = name.partition("@")
+    if not own or hub_id == DEMO:
+        raise ValueError(f"model {name!r} is not allowed: an @ stands between a hub id and a branch, tag or commit of it")
+    if revision not in (None, own):
+        raise ValueError(f"model {name!r} contradicts revision={revision!r}: give one of them")
+    return hub_id, own
 
 
 def one_line(error: Exception) -> str:

@@ -41,7 +41,7 @@ def choose_tokenizer(
 
     Args:
         files: of the target model.
-        tokenizer: "demo", a folder or a hub id, whose main branch is read; ``None`` = the model's.
+        tokenizer: "demo", a folder or a hub id, of whose main branch it is unless given as ``ID@REVISION``; ``None`` = the model's.
         trust_remote_code: as in `titan.core.options.ModelOptions`.
 
     Raises:
