@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 from unittest.mock import Mock
 
 import numpy as np
@@ -25,7 +26,7 @@ from titan import LLM, SamplingParams
 from titan.chat import ChatTemplate
 from titan.core.options import EngineConfig
 from titan.draft.ngram import NgramDrafter
-from titan.vllm_names import NOT_SUPPORTED, translate
+from titan.vllm_names import LLMOptions, translate
 
 PAGE = Path(__file__).parents[1] / "docs" / "from-vllm.md"
 TEMPLATE = (
@@ -157,8 +158,16 @@ def test_what_has_no_single_translation() -> None:
     assert isinstance(drafter, NgramDrafter) and (drafter.min_ngram, drafter.max_ngram) == (3, 3)
     seeds = {translate({"seed": None}, None).config.model.seed for _ in range(3)}
     assert len(seeds) == 3
-    for name in NOT_SUPPORTED:
-        with pytest.raises(TypeError, match=f"{name}=7 is not supported: leave it out, since "):
+
+
+def test_what_titan_has_not_may_be_asked_for_by_its_neutral_value_alone() -> None:
+    types = get_type_hints(LLMOptions)
+    allowed = {name: get_args(hint) or (None,) for name, hint in types.items() if hint is NoneType or get_origin(hint) is Literal}
+    assert len(allowed) > 15 and {"enforce_eager": (False,), "quantization": (None,)}.items() <= allowed.items()
+    for name, values in allowed.items():
+        for value in values:
+            assert translate({name: value}, None) == translate({"seed": 0}, None)
+        with pytest.raises(ValueError, match=f"{name}=7 is not supported; allowed: {', '.join(map(repr, values))}, since "):
             translate({name: 7}, None)
 
 
@@ -201,7 +210,7 @@ def lookup(**lengths: Any) -> dict[str, Any]:
         ({"speculative_config": {"method": "ngram", "model": "m"}}, None, "'model'.='m' contradicts method='ngram'.* None or"),
         ({"speculative_config": {"method": "draft_model", "model": "ngram"}}, None, "'ngram' contradicts method='draft_model'"),
         ({"speculative_config": {"model": "m", "prompt_lookup_min": 2}}, None, "prompt_lookup_min .* are for 'ngram'"),
-        ({"quantization": "awq"}, None, "quantization='awq' is not allowed: leave it out, .* config of a checkpoint says how it"),
+        ({"quantization": "awq"}, None, "quantization='awq' is not supported; allowed: None, since the config of a checkpoint"),
         ({"speculative_config": "m"}, None, "speculative_config='m' is not allowed: it must be a dict"),
     ],
 )

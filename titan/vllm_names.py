@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from titan.core.checks import check_choice, check_integer, check_path, shown, unknown_names
 from titan.core.limits import MAX_NODES
@@ -18,12 +18,25 @@ class LLMOptions(EngineOptions, total=False):
     max_num_seqs: int
     gpu_memory_utilization: float | None
     kv_cache_memory_bytes: int | None
-    tensor_parallel_size: int
-    pipeline_parallel_size: int
-    quantization: None
-    enable_chunked_prefill: bool
+    tensor_parallel_size: Literal[1]
+    pipeline_parallel_size: Literal[1]
+    data_parallel_size: Literal[1]
+    enable_chunked_prefill: Literal[True]
     long_prefill_token_threshold: int
     speculative_config: Mapping[str, Any] | None
+    enforce_eager: Literal[False]
+    compilation_config: None
+    quantization: None
+    load_format: Literal["auto", "safetensors"]
+    cpu_offload_gb: Literal[0]
+    enable_lora: Literal[False]
+    tokenizer_mode: Literal["auto", "hf"]
+    tokenizer_revision: None
+    skip_tokenizer_init: Literal[False]
+    hf_token: None
+    limit_mm_per_prompt: None
+    structured_outputs_config: None
+    disable_log_stats: Literal[True]
 
 
 Translation = Callable[[str, Any], dict[str, Any]]
@@ -34,24 +47,17 @@ def _renamed(ours: str) -> Translation:
     return lambda _, value: {ours: value}
 
 
-def _only(allowed: Any) -> Translation:
-    """An option of which Titan does what one value asks for, and nothing else."""
+def _only(*allowed: Any, since: str) -> Translation:
+    """An option of which Titan does what these values ask for, and nothing else; ``since`` says why."""
 
     def check(name: str, value: Any) -> dict[str, Any]:
-        check_choice(name, value, (allowed,))
+        try:
+            check_choice(name, value, allowed)
+        except ValueError as error:
+            raise ValueError(f"{error}, since {since}") from None
         return {}
 
     return check
-
-
-def _quantisation(name: str, value: Any) -> dict[str, Any]:
-    """An option of which nothing is left to say: a checkpoint is quantised as its config has it."""
-    if value is not None:
-        raise ValueError(
-            f"{name}={shown(value)} is not allowed: leave it out, or give None, since the config of a checkpoint says how it is "
-            f"quantised, and others are not quantised when they are loaded"
-        )
-    return {}
 
 
 def _speculation(name: str, config: Any) -> dict[str, Any]:
@@ -94,33 +100,37 @@ def _speculation(name: str, config: Any) -> dict[str, Any]:
 
 PROMPT_LOOKUP = ("ngram", "[ngram]")
 """Names that vLLM gives the model of prompt lookup."""
+ONE_DEVICE = "an engine runs on one device"
 SPECULATION_KEYS = ("model", "method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
 
 TRANSLATIONS: Mapping[str, Translation] = {
     "max_num_seqs": _renamed("max_batch_size"),
     "gpu_memory_utilization": _renamed("memory_utilization"),
     "kv_cache_memory_bytes": _renamed("kv_cache_memory"),
-    "tensor_parallel_size": _only(1),
-    "pipeline_parallel_size": _only(1),
-    "quantization": _quantisation,
-    "enable_chunked_prefill": _only(True),
+    "tensor_parallel_size": _only(1, since=ONE_DEVICE),
+    "pipeline_parallel_size": _only(1, since=ONE_DEVICE),
+    "data_parallel_size": _only(1, since=ONE_DEVICE),
+    "enable_chunked_prefill": _only(True, since="prompts are always computed in chunks, beside the decodes of a step"),
     "long_prefill_token_threshold": lambda name, value: {"prefill_chunk_size": check_integer(name, value, 0) or None},
     "speculative_config": _speculation,
+    "enforce_eager": _only(False, since="warm_up=False leaves the capture of CUDA graphs to their first use"),
+    "compilation_config": _only(None, since="warm_up=False leaves the capture of CUDA graphs to their first use"),
+    "quantization": _only(
+        None, since="the config of a checkpoint says how it is quantised, and others are not quantised when they are loaded"
+    ),
+    "load_format": _only("auto", "safetensors", since="weights are read from safetensors"),
+    "cpu_offload_gb": _only(0, since="all weights are in the device's memory"),
+    "enable_lora": _only(False, since="there are no LoRA adapters"),
+    "tokenizer_mode": _only("auto", "hf", since="the tokenizer is the fast one of transformers"),
+    "tokenizer_revision": _only(None, since="tokenizer='ID@REVISION' names it"),
+    "skip_tokenizer_init": _only(False, since="prompts may be token ids, and with detokenize=False outputs have no text"),
+    "hf_token": _only(None, since="the token is that of `hf auth login`, or of HF_TOKEN"),
+    "limit_mm_per_prompt": _only(None, since="prompts are text"),
+    "structured_outputs_config": _only(
+        None, since="there are no structured outputs; logits_processors of SamplingParams change logits"
+    ),
+    "disable_log_stats": _only(True, since="nothing is logged, and outputs have their metrics in any case, as has LLM.metrics()"),
 }
-
-
-NOT_SUPPORTED = {
-    "enforce_eager": "warm_up=False leaves the capture of CUDA graphs to their first use",
-    "compilation_config": "warm_up=False leaves the capture of CUDA graphs to their first use",
-    "cpu_offload_gb": "all weights are in the device's memory",
-    "enable_lora": "there are no LoRA adapters",
-    "tokenizer_mode": "the tokenizer is the fast one of transformers",
-    "structured_outputs_config": "there are no structured outputs; logits_processors of SamplingParams change logits",
-    "limit_mm_per_prompt": "prompts are text",
-    "data_parallel_size": "an engine runs on one device",
-    "load_format": "weights are read from safetensors",
-}
-"""Options of vLLM's that nothing stands for, and what to say of each."""
 
 OWN_ARGUMENTS = ("model", "draft_model", "tokenizer")
 """Arguments of `titan.LLM` beside its options."""
@@ -145,8 +155,6 @@ def translate(options: Mapping[str, Any], draft_model: DraftSpec) -> Translated:
         ValueError: a value is not allowed, or an option is given twice, under two names.
     """
     names = (*EngineOptions.__annotations__, *TRANSLATIONS)
-    for name in options.keys() & NOT_SUPPORTED.keys():
-        raise TypeError(f"{name}={shown(options[name])} is not supported: leave it out, since {NOT_SUPPORTED[name]}")
     if unknown := [name for name in options if name not in names]:
         raise TypeError(unknown_names(unknown, (*OWN_ARGUMENTS, *names)))
     ours: dict[str, Any] = {} if draft_model is None else {"draft_model": draft_model}
