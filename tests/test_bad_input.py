@@ -271,6 +271,8 @@ register("nothing", lambda _: None)  # type: ignore[arg-type,return-value]
         ({"draft_model": HALF}, ["draft_model=", "or a Drafter, of which it lacks commit, kv, max_draft_tokens"]),
         ({"draft_model": changed(kv=OWN_CACHE)}, ["draft_model=", "or a CachingDrafter, of which it lacks attach, lookahead"]),
         ({"draft_model": NoDrafter}, ["draft_model=", "NoDrafter", "is not a drafter: allowed is an instance, not the class"]),
+        ({"scheduling_policy": FairPolicy}, ["scheduling_policy=", "or an instance of a SchedulingPolicy, not the class"]),
+        ({"scheduling_policy": HALF}, ["scheduling_policy=", "'fair', or", "of which it lacks add, displaceable, end, first"]),
         ({"draft_model": "homeless"}, ["draft_model='homeless', whose factory returned", "CachingDrafter"]),
         ({"draft_model": "nothing"}, ["draft_model='nothing', whose factory returned None, is not a drafter"]),
         ({"draft_model": changed(name="mistaken")}, ["'mistaken'.max_draft_tokens=0", "an integer >= 1"]),
@@ -453,6 +455,8 @@ def test_terms_that_are_not_allowed(llm: LLM, method: str, prompt: Any) -> None:
         getattr(llm, method)(prompt, xyz=5)
     with pytest.raises(TypeError, match=r"no option 'timeout' \(did you mean 'timeout_s'\?\)"):
         getattr(llm, method)(prompt, timeout=5)
+    with pytest.raises(TypeError, match=r"max_tokens=..., top_k=... .*: give SamplingParams\(max_tokens=..., top_k=...\)"):
+        getattr(llm, method)(prompt, max_tokens=4, top_k=2, user="me")
 
 
 def test_text_needs_a_tokenizer(zoo: Zoo) -> None:

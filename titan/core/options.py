@@ -89,12 +89,16 @@ def _check_dtype(name: str, dtype: object) -> str:
 
 
 def _check_policy(name: str, policy: object) -> str | SchedulingPolicy:
-    if not isinstance(policy, type) and not missing_members(policy, SchedulingPolicy):
+    lacking = missing_members(policy, SchedulingPolicy)
+    if not (lacking or isinstance(policy, type)):
         return cast(SchedulingPolicy, policy)
     try:
         return check_choice(name, policy, SCHEDULING_POLICIES)
     except ValueError as error:
-        raise ValueError(f"{error}, or an instance of a SchedulingPolicy") from None
+        allowed = f"{error}, or an instance of a SchedulingPolicy"
+    if isinstance(policy, type):
+        raise ValueError(f"{allowed}, not the class")
+    raise ValueError(allowed if isinstance(policy, str | None) else f"{allowed}, of which it lacks {', '.join(lacking)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from inspect import Parameter, signature
 from typing import Any, TypedDict, Unpack
 
 from titan.core.checks import as_list, check_choice, check_number, check_options, check_text, option, optional, shown, unknown_names
+from titan.core.sampling_params import SamplingParams
 
 PRIORITIES = ("critical", "normal", "batch")
 """Classes of requests, the most important first."""
@@ -76,6 +77,8 @@ def as_terms(num_prompts: int, method: Callable[..., object], /, **options: Unpa
     """
     names = tuple(RequestTerms.__dataclass_fields__)
     if unknown := [name for name in options if name not in names]:
+        if sampling := [f"{name}=..." for name in unknown if name in SamplingParams.__dataclass_fields__]:
+            raise TypeError(f"{', '.join(sampling)} is for sampling: give SamplingParams({', '.join(sampling)})")
         others = [each.name for each in signature(method).parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
         raise TypeError(unknown_names(unknown, (*others, *names)))
     values: dict[str, Any] = {name: as_list(value) for name, value in options.items()}
