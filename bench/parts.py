@@ -43,7 +43,7 @@ def run_benchmarks(
         import pytest
         import pytest_benchmark  # noqa: F401
     except ModuleNotFoundError as error:
-        raise ValueError(f"titan bench parts needs {error.name}: pip install 'titan-spec[bench]'") from error
+        raise ValueError(f"titan bench parts needs {error.name}: pip install '.[bench]' in Titan's folder") from error
     failures: list[str] = []
 
     class Plugin:

@@ -40,7 +40,7 @@ def check_plot(path: Path) -> None:
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ModuleNotFoundError as error:
-        raise ValueError(f"a plot needs {error.name}: pip install 'titan-spec[bench]'") from error
+        raise ValueError(f"a plot needs {error.name}: pip install '.[bench]' in Titan's folder") from error
     formats = FigureCanvasBase.get_supported_filetypes()
     if path.suffix.removeprefix(".") not in formats:
         raise ValueError(f"no plot can be written to {path}: allowed are names that end in .{', .'.join(sorted(formats))}")
