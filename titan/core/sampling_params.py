@@ -121,7 +121,7 @@ class SamplingParams:
         include_stop_str_in_output: leave the stop string, or what a stop token says, in the text.
         min_tokens: number of tokens none of which ends the output, as a stop token or as the last of a stop string.
         max_tokens: maximum tokens to generate, by default 16, as in vLLM; ``None`` = as many as ``max_model_len`` and the KV cache
-            allow.
+            allow. More than ``max_model_len`` leaves is lowered to that; what the whole KV cache could not hold is refused.
         ignore_eos: continue after an end-of-sequence token.
         detokenize: convert the output to text; without it, the text is empty, and ``stop`` is not allowed.
         skip_special_tokens: leave special tokens out of the text.
