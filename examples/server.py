@@ -6,7 +6,7 @@ curl localhost:8000
 """
 
 import json
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -62,5 +62,5 @@ class Client(BaseHTTPRequestHandler):
 
 
 if __name__ == "__main__":
-    with Server(LLM("demo", draft_model="demo"), 8000) as server:
+    with suppress(KeyboardInterrupt), Server(LLM("demo", draft_model="demo"), 8000) as server:
         server.serve_forever()

@@ -41,6 +41,7 @@ ORDER = [
     {"titan.frontend"},
     {"titan.llm"},
     {"titan"},  # titan/__init__.py
+    {"titan.commands"},
     {"titan.cli"},
     {"titan.bench"},
 ]
@@ -181,6 +182,7 @@ def test_rooms_are_linked_into_the_package() -> None:
 
 
 def test_import_titan_is_light() -> None:
-    """And so is its loader, which imports transformers only for what needs it."""
-    code = "import sys, titan.models.loader; assert not {'triton', 'transformers', 'huggingface_hub'} & sys.modules.keys()"
+    """And so are its command line, without a command, and its loader, which imports transformers only for what needs it."""
+    code = "import sys, titan.cli; assert 'torch' not in sys.modules; import titan.models.loader; "
+    code += "assert not {'triton', 'transformers', 'huggingface_hub'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=300)
