@@ -16,6 +16,7 @@ from textwrap import indent
 from typing import Any
 
 from titan.bench.workloads import Lengths
+from titan.chat import ChatTemplate
 from titan.models.files import ModelFiles, resolve_model
 from titan.models.loader import open_model
 from titan.models.tokenizer import load_tokenizer
@@ -78,8 +79,7 @@ def chat_prompts(tokenizer: Any, texts: Sequence[str], lengths: Lengths, seed: i
     """
     rendered = f"User: {MARK}\n\nAssistant:"
     if tokenizer.chat_template:
-        message = [{"role": "user", "content": MARK}]
-        rendered = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        rendered = ChatTemplate(tokenizer).render([{"role": "user", "content": MARK}])["prompt"]
     before, after = (tokenizer.encode(text, add_special_tokens=False) for text in rendered.split(MARK))
     num_around = len(before) + len(after)
     if lengths.low <= num_around:

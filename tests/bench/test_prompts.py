@@ -26,9 +26,8 @@ class Characters:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [*([0] if add_special_tokens else []), *map(ord, text)]
 
-    def apply_chat_template(self, messages: list[dict[str, str]], *, add_generation_prompt: bool, tokenize: bool) -> str:
-        assert add_generation_prompt and not tokenize
-        return "".join(f"<{message['role']}>{message['content']}</>" for message in messages) + "<bot>"
+    def apply_chat_template(self, messages: list[dict[str, str]], *, add_generation_prompt: bool, **_: object) -> str:
+        return "".join(f"<{message['role']}>{message['content']}</>" for message in messages) + "<bot>" * add_generation_prompt
 
 
 def text(token_ids: list[int]) -> str:
