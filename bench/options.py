@@ -29,7 +29,8 @@ def bench_parser(name: str, description: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the results, with every sample and provenance")
     parser.add_argument("--markdown", type=output_file, metavar="FILE", help="write the tables")
-    parser.add_argument("--threads", type=positive, default=available_cores(), help="default: the physical cores, %(default)s")
+    threads = min(available_cores(), torch.get_num_threads())
+    parser.add_argument("--threads", type=positive, default=threads, help="default: as LLM has them, here %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and sampling (default: %(default)s)")
     return parser
 

@@ -18,7 +18,7 @@ class Turns:
     """Gives variants their turns, with a progress bar on stderr; a context manager.
 
     Args:
-        num_turns: that are to come.
+        num_turns: that are to come; without any, there is no bar.
         problems: gets a line for each variant that fails.
         recover: is told which variant failed, and makes what the variants share ready for the next.
     """
@@ -27,7 +27,7 @@ class Turns:
         self._problems = problems
         self._recover = recover
         self._failed: set[str] = set()
-        self._bar = tqdm(total=num_turns, file=sys.stderr, unit="run", dynamic_ncols=True)
+        self._bar = tqdm(total=num_turns, file=sys.stderr, unit="run", dynamic_ncols=True, disable=not num_turns)
 
     def __enter__(self) -> Turns:
         return self

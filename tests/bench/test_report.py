@@ -79,6 +79,13 @@ def three_threads() -> Iterator[list[str]]:
     torch.set_num_threads(before)
 
 
+def test_by_default_a_bench_has_the_threads_that_an_llm_would_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titan.bench.options.available_cores", lambda: 3)
+    for given, expected in ((1, 1), (8, 3)):  # to PyTorch, as by OMP_NUM_THREADS
+        monkeypatch.setattr(torch, "get_num_threads", lambda given=given: given)
+        assert bench_parser("any", None).get_default("threads") == expected
+
+
 def test_titan_has_the_threads_that_other_engines_have_and_the_report_names(zoo: Zoo, three_threads: list[str]) -> None:
     given = [*three_threads, "--model", zoo.path("llama"), "--prompt-len", "4"]
     both = [*given, "--draft-model", zoo.path("llama~")]

@@ -106,7 +106,9 @@ def test_what_was_measured_before_an_end_is_kept(
     assert result["warnings"] == [warning]
 
 
-def test_modes_that_cannot_run_are_left_out_with_a_reason(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modes_that_cannot_run_are_left_out_with_a_reason(
+    zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)  # where there are no environments
     names = ["titan", "titan-draft", "vllm"]
     result = run(zoo, tmp_path, *SIZES, "2", "--draft-model", zoo.path("small_vocab"), "--modes", *names)
@@ -115,8 +117,10 @@ def test_modes_that_cannot_run_are_left_out_with_a_reason(zoo: Zoo, tmp_path: Pa
     assert draft.startswith("titan-draft left out: ") and "another vocabulary" in draft
     assert vllm == "vllm left out: there is no .peers/vllm/bin/python: bench/results/README.md says how to install vllm"
     (tmp_path / "run.json").unlink()
+    assert "run/s" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"^nothing was measured; vllm left out: there is no "):
         run(zoo, tmp_path, "--modes", "vllm")
+    assert "run/s" not in capsys.readouterr().err, "no bar of nothing"
     assert not (tmp_path / "run.json").exists()
 
 
