@@ -59,7 +59,6 @@ class DraftModelDrafter:
         self.name = name
         self.model = model
         self.kv = model.kv_layout.stored_as(context.kv_cache_dtype)
-        self.max_draft_tokens = context.max_draft_tokens
         self.max_num_batched_tokens = context.max_num_batched_tokens
         self._most_fed = self.max_num_batched_tokens  # tokens of a first pass; fewer for a while where memory was lacking
         self.vocab_size = model.config.vocab_size
@@ -77,6 +76,10 @@ class DraftModelDrafter:
         self.runner: Runner
         self._block_size: int
         self.context = context
+
+    @property
+    def max_draft_tokens(self) -> int:
+        return self.policy.max_draft_tokens
 
     def attach(self, kv: KVTensor) -> None:
         self._block_size = kv.block_size
@@ -176,7 +179,7 @@ class DraftModelDrafter:
 
     def _may_draft(self, request: Request) -> bool:
         """Whether a request may draft once its tokens are computed."""
-        return self._budget(request, request.most_drafts(self.max_draft_tokens)) > 0
+        return request.most_drafts(self.max_draft_tokens, self.max_len) > 0
 
     def _budget(self, request: Request, budget: int) -> int:
         """Return a request's draft budget, lowered to the policy's maximum and the room that the draft's context length leaves."""

@@ -42,7 +42,7 @@ class DraftPolicy:
     Args:
         draft_tree: "chain", "dynamic", "auto", or the int32 parents of a fixed shape.
         draft_sampling: "greedy", "sampled" or "auto".
-        max_draft_tokens: maximum nodes of a tree.
+        max_draft_tokens: maximum nodes of a tree, those of a fixed shape if that has fewer.
         stops_early: whether trees end where they do not pay; chains then are beams, whose scores tell.
 
     Raises:
@@ -58,6 +58,7 @@ class DraftPolicy:
         self.fixed_shape: Parents | None = None
         if not isinstance(draft_tree, str):
             self.fixed_shape = main_path_order(draft_tree).parents
+            max_draft_tokens = len(self.fixed_shape)
         self.max_draft_tokens = max_draft_tokens
         self._stops_early = stops_early
         self._most_in_chain, self._most_narrow = LARGEST_BUDGETS["dynamic" if self.fixed_shape is not None else str(draft_tree)]

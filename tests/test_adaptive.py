@@ -270,7 +270,7 @@ def test_repeated_decisions_are_cut_to_what_requests_may_draft(
     prompts, limits = [prompt[:9] for prompt in PROMPTS[:3]], [72, 76, 80]
     params = [SamplingParams(temperature=temperature, max_tokens=limit, ignore_eos=True) for limit in limits]
     output = run_all(engine, prompts, params)
-    assert [*map(len, output)] == limits and found["repeated"] > 3 and found["decided"] and found["cut"]
+    assert [*map(len, output)] == limits and found["repeated"] > 2 and found["decided"] and found["cut"]
     if not temperature:
         assert output == [zoo.greedy("llama", *each, ignore_eos=True) for each in zip(prompts, limits, strict=True)]
 

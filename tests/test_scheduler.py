@@ -71,7 +71,8 @@ def chained_hashes(token_ids: Sequence[int], salt: str | None) -> list[bytes]:
 class World:
     """A scheduler whose steps are carried out by `next_token`.
 
-    Its drafter would like ``num_more_slots`` beyond its drafts; a share of the rows meets an error, at the root or after drafts.
+    Its drafter would like ``num_more_slots`` beyond its drafts, and takes ``max_draft_len`` tokens of a request; a share of the
+    rows meets an error, at the root or after drafts.
     """
 
     def __init__(
@@ -81,12 +82,13 @@ class World:
         enable_prefix_caching: bool = True,
         num_swap_blocks: int = 0,
         num_more_slots: int = 0,
+        max_draft_len: int = MAX_MODEL_LEN,
         error_rate: float = 0.0,
         prefill_limit: PrefillLimit | None = None,
         **options: Any,
     ) -> None:
         self.options = ScheduleOptions(**options)
-        self.num_more_slots = num_more_slots
+        self.num_more_slots, self.max_draft_len = num_more_slots, max_draft_len
         self.error_rate = error_rate
         self.kv = KVCache(num_kv_blocks, BLOCK_SIZE, enable_prefix_caching, cpu_backend().cache)
         self.kv.tensors = {role: KVTensor(layout, num_kv_blocks, BLOCK_SIZE, CPU) for role, layout in LAYOUTS.items()}
@@ -133,7 +135,7 @@ class World:
         running, num_preemptions = list(self.scheduler.running), self.counters.num_preemptions
         decoding = [request for request in running if request.num_uncomputed_tokens == 1]
         lacks_blocks = sum(self.kv.num_missing_blocks(each, each.num_tokens) for each in running) > self.kv.pool.num_free
-        plan = self.scheduler.schedule(max_draft_tokens, self.lookahead)
+        plan = self.scheduler.schedule(max_draft_tokens, self.lookahead, self.max_draft_len)
         self.check_plan(plan, max_draft_tokens, running, decoding)
         num_preempted = self.counters.num_preemptions - num_preemptions
         assert not num_preempted or self.options.reservation == "on_demand"
@@ -258,6 +260,7 @@ class World:
                 assert plan.reaches_root(i) and request.params.use_speculative
                 assert request.params.max_draft_tokens is None or budget <= request.params.max_draft_tokens
                 assert budget < request.num_remaining_tokens, "the final token needs no draft"
+                assert request.num_tokens + budget <= self.max_draft_len
             assert plan.num_slots[i] in (budget, budget + self.num_more_slots if budget else 0)
             assert len(request.block_ids) * BLOCK_SIZE >= end + plan.num_slots[i], "a slot for every token, node and lookahead"
             for sibling in request.siblings:
@@ -738,6 +741,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_prefix_caching=random.random() < 0.5,
             num_swap_blocks=random.choice([0, 2, 9, 30]),
             num_more_slots=random.choice([0, 0, 3, 20]),
+            max_draft_len=random.choice([MAX_MODEL_LEN, random.randint(1, MAX_MODEL_LEN)]),
             error_rate=random.choice([0.0, 0.0, 0.1]),
             max_batch_size=batch_size,
             max_num_batched_tokens=batch_size + random.choice([0, 3, 10, 40]),

@@ -20,6 +20,7 @@ from zoo import EOS_TOKEN_IDS, Zoo, random_prompts
 from titan import LLM, RequestOutput, SamplingParams
 from titan.core.request import FinishReason, Request
 from titan.detokenizer import REPLACEMENT, IncrementalDetokenizer
+from titan.draft.draft_model import DraftModelDrafter
 from titan.schedule.stopping import append_tokens
 
 PROMPT = random_prompts(2, seed=30, max_len=20)[1]
@@ -226,14 +227,20 @@ def test_the_last_position_can_be_reached_and_nothing_is_written_past_it(
 
 @pytest.mark.parametrize(("num_prompt_tokens", "drafts"), [(20, True), (90, False)])
 def test_a_draft_with_fewer_positions_is_fed_and_asked_up_to_its_last(zoo: Zoo, num_prompt_tokens: int, drafts: bool) -> None:
-    """And not at all with a prompt that has as many."""
+    """And not at all with a prompt that has as many; nothing is reserved for drafts that it could not make."""
     engine = make_engine(zoo.path("llama"), zoo.path("short"), num_kv_blocks=64, prefill_chunk_size=16)
+    drafter, budgets = engine.drafter, list[int]()
+    assert isinstance(drafter, DraftModelDrafter)
+    engine.observers.append(lambda plan, _: budgets.append(plan.draft_budgets[0]))
     prompt = random_prompts(2, seed=8, max_len=num_prompt_tokens)[1]
     [request] = submit(engine, [prompt], [greedy(60, ignore_eos=True)])
     num_drafted = []
     while engine.scheduler.has_unfinished:
         num_drafted.append(request.num_drafted_context)
+        most = max(0, 40 - request.num_tokens)
         engine.step()
+        assert budgets[-1] <= most
+        assert drafter.lookahead(request, 6) == max(0, min(6, 40 - request.num_tokens)), "whoever asks"
     assert max(num_drafted) in ((39, 40) if drafts else (0,))
     assert request.output_token_ids == zoo.greedy("llama", prompt, 60, ignore_eos=True)
     assert (request.metrics.num_draft_tokens > 0) == drafts

@@ -172,7 +172,7 @@ class Engine:
         adaptive, expired = self.adaptive, self.scheduler.expire()
         with self.backend.active(), torch.inference_mode():
             num_drafts = self._max_draft_tokens if adaptive is None else adaptive.num_reserved
-            plan = self.scheduler.schedule(num_drafts, self.drafting.lookahead)
+            plan = self.scheduler.schedule(num_drafts, self.drafting.lookahead, self.drafting.max_len)
             if not plan.requests:
                 return expired
             watch.times.schedule += watch.lap()

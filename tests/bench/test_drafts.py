@@ -63,7 +63,7 @@ def test_recipes_make_the_drafters_that_they_name_and_share_their_weights(zoo: Z
     assert isinstance(ngram, NgramDrafter) and ngram.max_draft_tokens == 3
     plain, dynamic, fixed = (each for each in others if isinstance(each, DraftModelDrafter))
     assert (dynamic.max_draft_tokens, dynamic.policy.draft_tree, plain.policy.draft_tree) == (8, "dynamic", "auto")
-    assert (fixed.max_draft_tokens, fixed.policy.draft_tree, fixed.policy.draft_sampling) == (4, (-1, -1, 0), "sampled")
+    assert (fixed.max_draft_tokens, fixed.policy.draft_tree, fixed.policy.draft_sampling) == (3, (-1, -1, 0), "sampled")
     assert dynamic.model is plain.model is fixed.model
 
 

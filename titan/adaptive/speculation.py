@@ -94,7 +94,7 @@ class AdaptiveSpeculation:
             history.start_at(exp(self._log_temperature))
         return Candidate(
             counts=history.acceptance,
-            max_nodes=request.most_drafts(min(self.max_nodes, self.drafting.max_len - request.num_tokens)),
+            max_nodes=request.most_drafts(self.max_nodes, self.drafting.max_len),
             num_missing=request.num_tokens - request.num_drafted_context if self.drafting.is_fed else 1,
             num_remaining=request.num_remaining_tokens,
             stops_early=self.drafting.stops_early(request),

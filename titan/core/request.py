@@ -177,14 +177,17 @@ class Request:
         """Number of tokens that the request may still emit."""
         return self.max_tokens + len(self.prompt_token_ids) - len(self.token_ids)
 
-    def most_drafts(self, most: int) -> int:
-        """Return how many nodes it may draft: at most ``most``, and one fewer than the tokens that it may still emit."""
+    def most_drafts(self, most: int, max_len: int) -> int:
+        """Return how many nodes it may draft: at most ``most``, and one fewer than the tokens that it may still emit.
+
+        With its own tokens they are at most ``max_len``, the longest context that the drafter takes.
+        """
         params = self.params
         if not params.may_draft:
             return 0
         if params.max_draft_tokens is not None:
             most = min(most, params.max_draft_tokens)
-        return max(0, min(most, self.num_remaining_tokens - 1))
+        return max(0, min(most, self.num_remaining_tokens - 1, max_len - len(self.token_ids)))
 
     def prompt_logits(self, num_tokens: int) -> range:
         """Return those of the next ``num_tokens`` positions that still need logits, for logprobs of the next prompt tokens."""

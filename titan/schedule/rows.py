@@ -23,11 +23,12 @@ class RowChooser:
     Args:
         scheduler: holds the requests.
         max_draft_tokens: maximum draft tokens per request.
+        max_draft_len: maximum tokens of a request with its drafts.
     """
 
-    def __init__(self, scheduler: Scheduler, max_draft_tokens: int) -> None:
+    def __init__(self, scheduler: Scheduler, max_draft_tokens: int, max_draft_len: int) -> None:
         self._scheduler, self._options, self._kv = scheduler, scheduler.options, scheduler.kv
-        self._max_draft_tokens = max_draft_tokens
+        self._max_draft_tokens, self._max_draft_len = max_draft_tokens, max_draft_len
         self._plan = StepPlan(requests=[], num_tokens=[], draft_budgets=[], num_slots=[])
         self._budget = scheduler.options.max_num_batched_tokens  # tokens left
         self._prompt_budget = 0  # tokens left, of these, for requests that do not decode
@@ -65,7 +66,10 @@ class RowChooser:
 
     def _num_slots(self, request: Request) -> int:
         """Return how many slots a request may fill by the end of its next step."""
-        return request.num_tokens + request.most_drafts(self._max_draft_tokens)
+        return request.num_tokens + self._most_drafts(request)
+
+    def _most_drafts(self, request: Request) -> int:
+        return request.most_drafts(self._max_draft_tokens, self._max_draft_len)
 
     def _num_wanted(self, request: Request) -> int:
         """Return how many tokens a request that does not decode would take if all were for it; 0 while it awaits a sibling."""
@@ -89,7 +93,7 @@ class RowChooser:
         """
         num_decodes = len(self._plan.requests)
         most, limit = min(self._budget, self._options.max_prefill_tokens or self._budget), self._scheduler.prefill_limit
-        num_drafts = sum([request.most_drafts(self._max_draft_tokens) for request in self._plan.requests])
+        num_drafts = sum([*map(self._most_drafts, self._plan.requests)])
         left = max(self._budget - num_drafts, -(-most // 2))
         if limit is not None and num_decodes and most > 1:
             most = limit(num_decodes, sum([request.num_computed_tokens for request in self._scheduler.running]), most)
@@ -127,7 +131,7 @@ class RowChooser:
         plan = self._plan
         for i in plan.emitting_rows() if self._max_draft_tokens else ():
             request = plan.requests[i]
-            if num_drafts := min(request.most_drafts(self._max_draft_tokens), self._budget):
+            if num_drafts := min(self._most_drafts(request), self._budget):
                 num_tokens = request.num_tokens
                 num_drafts = self._kv.reserve_most(request, num_tokens + num_drafts) - num_tokens
                 plan.draft_budgets[i] = num_drafts

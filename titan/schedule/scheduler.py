@@ -7,6 +7,7 @@ ones join, both in the order of the policy.
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 from collections import Counter
@@ -197,15 +198,16 @@ class Scheduler:
                 f"running request has finished"
             )
 
-    def schedule(self, max_draft_tokens: int, lookahead: Lookahead) -> StepPlan:
+    def schedule(self, max_draft_tokens: int, lookahead: Lookahead, max_draft_len: int = sys.maxsize) -> StepPlan:
         """Choose the rows of the next step and reserve the slots they write.
 
         Args:
             max_draft_tokens: maximum draft tokens per request that the current drafter proposes.
             lookahead: of the same drafter; slots beyond the drafts are reserved only if blocks are free, and preempt nobody.
+            max_draft_len: longest context that the same drafter takes, a request's tokens with its drafts.
         """
         self.kv.await_copies()
-        plan = RowChooser(self, max_draft_tokens).choose()
+        plan = RowChooser(self, max_draft_tokens, max_draft_len).choose()
         wanted = lookahead(plan.requests, plan.draft_budgets)
         for request, budget, num_slots in zip(plan.requests, plan.draft_budgets, wanted, strict=True):
             is_more = num_slots > budget and self.kv.reserve(request, request.num_tokens + num_slots)
