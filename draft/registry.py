@@ -66,6 +66,11 @@ def is_registered(name: str) -> bool:
     return name in _FACTORIES
 
 
+def is_made_when_opened(spec: DraftSpec) -> bool:
+    """Return whether `open_drafter` calls a factory that `register` was given, which may load a model."""
+    return isinstance(spec, str) and is_registered(spec) and spec not in OWN_NAMES
+
+
 def open_drafter(spec: DraftSpec, context: DraftContext) -> Callable[[], Drafter]:
     """Check what ``spec`` stands for, and return a function that creates the drafter.
 

@@ -35,7 +35,7 @@ from titan.core.step_times import Stopwatch
 from titan.draft.base import DraftContext, Drafter, NoDrafter, ReviewReport, has_cache
 from titan.draft.drafting import Drafting
 from titan.draft.feedback import note_review, note_verification
-from titan.draft.registry import DraftSpec, open_drafter
+from titan.draft.registry import DraftSpec, is_made_when_opened, open_drafter
 from titan.engine_metrics import EngineMeter
 from titan.execute.batch import target_batch
 from titan.execute.memory_profile import run_largest_pass
@@ -145,7 +145,9 @@ class Engine:
             num_blocks=-(-self.max_model_len // config.memory.block_size),
             num_tokens=config.schedule.max_num_batched_tokens,
         )
-        make_drafter = self._open_drafter(draft)  # may refuse the draft, although nothing is drafted
+        make_drafter: Callable[[], Drafter] = NoDrafter
+        if is_drafting or not is_made_when_opened(draft):
+            make_drafter = self._open_drafter(draft)  # may refuse the draft, although nothing is drafted
         if isinstance(model, Checkpoint):
             model = load_model(model, dtype=self.dtype, backend=self.backend, max_positions=self.max_model_len)
         self._target = model

@@ -282,6 +282,8 @@ def test_a_registered_name_means_its_factory(zoo: Zoo, monkeypatch: pytest.Monke
     engine = make_engine(zoo.path("llama"), "mine", **AMPLE)
     assert engine.metrics().draft == "mine"
     assert run_all(engine, PROMPTS[:2], [greedy(5)] * 2) == [zoo.greedy("llama", prompt, 5) for prompt in PROMPTS[:2]]
+    register("mine", lambda context: pytest.fail("it may load a model"))
+    assert make_engine(zoo.path("llama"), "mine", speculation="off", **AMPLE).metrics().draft == "none"
 
 
 class Wrapper:
