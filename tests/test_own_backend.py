@@ -150,7 +150,7 @@ def test_a_rule_of_acceptance_is_tried_with_compiled_passes(zoo: Zoo) -> None:
 
 def test_a_rule_is_told_what_cannot_be_sampled_from_a_tree() -> None:
     probs = torch.full((2, 4), 0.25)
-    tree = TreeToVerify(probs.log(), probs, None, [], token_ids=[3], parents=[-1], seed=0, position=1)
+    tree = TreeToVerify(probs.log(), probs, None, [], token_ids=[3], parents=[-1], scores=[], seed=0, position=1)
     assert tree.sample(torch.tensor([0.5, float("nan"), 0.5, 0.0]), 0, Purpose.SAMPLE) == -1
     assert tree.sample(torch.tensor([0.0, 0.0, 7.0, 0.0]), 0, Purpose.SAMPLE) == 2
     with pytest.raises(ValueError, match="adds up to 0"):

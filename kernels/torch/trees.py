@@ -106,7 +106,9 @@ def _verify_each(
     """Verify trees one after another; see `titan.kernels.interfaces.TreeOps.verify`."""
     probs = ops.probs(logits, sampling.repeat(trees.counts[rows] + 1))
     token_ids, parents = trees.nodes.token_ids.tolist(), trees.nodes.parents.tolist()
-    seeds, positions = sampling.options["seed"].tolist(), sampling.options["position"].tolist()
+    scores, is_greedy = trees.nodes.scores.tolist(), sampling.options["temperature"] == 0
+    # of greedy rows they are known only where a neighbour samples, on which a rule shall not depend
+    seeds, positions = (np.where(is_greedy, 0, sampling.options[name]).tolist() for name in ("seed", "position"))
     found = list[Outcome]()
     root_row = 0
     for i, row in enumerate(rows.tolist()):
@@ -119,7 +121,10 @@ def _verify_each(
         of_tree, held = slice(root_row, root_row + 1 + num_nodes), slice(nodes.start, nodes.start + num_nodes)
         tree = TreeToVerify(
             *(logits[of_tree], probs[of_tree], trees.draft_probs, draft_rows),
-            *(token_ids[held], parents[held], seeds[i], positions[i]),
+            *(token_ids[held], parents[held]),
+            scores=scores[held] if trees.has_scores[row] else [],
+            seed=seeds[i],
+            position=positions[i],
         )
         found.append(rule(tree))
         root_row += num_rows
@@ -174,7 +179,8 @@ class TreeToVerify(NamedTuple):
     draft_rows: list[int]  # rows of draft_probs for the root, then the nodes; arbitrary at leaves; empty: nothing was sampled
     token_ids: list[int]
     parents: list[int]
-    seed: int
+    scores: list[float]  # of the nodes, log-probabilities that the draft gave their paths; empty: it chose them otherwise
+    seed: int  # 0 at temperature 0, where tokens do not depend on it, and so is the position
     position: int  # position of the token that follows the root
 
     def p(self, node: int) -> Tensor:

@@ -381,18 +381,25 @@ def test_all_kinds_side_by_side(backend: Backend) -> None:
 def test_a_rule_of_ones_own_gets_what_the_back_end_has_without_empty_places(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Scores where there are some; and seed and position of those that sample alone, which do not depend on neighbours."""
     case = mixed_case(4)
-    seen = list[tuple[list[int], list[int]]]()
+    trees = [each if each.draft_probs is not None else replace(each, scores=-0.5 * each.topology.depths) for each in case.trees]
+    case, seen = replace(case, trees=trees), list[tuple[object, ...]]()
 
     def rule(tree: TreeToVerify) -> Outcome:
         assert len(tree.probs) == len(tree.logits) == 1 + len(tree.parents)
-        seen.append((tree.token_ids, tree.parents))
+        seen.append((tree.token_ids, tree.parents, tree.scores, tree.seed, tree.position))
         return lossless(tree)
 
     monkeypatch.setattr(backend, "trees", RuledTrees(backend, rule))
     replace(case, num_empty=[(i % 2) * 3 if i in case.verified else 0 for i in range(len(case.trees))]).check(backend)
-    trees = [case.trees[row] for row in case.verified]
-    assert seen == [(tree.token_ids.tolist(), tree.parents.tolist()) for tree in trees]
+    expected = []
+    for row, options in zip(case.verified, case.sampling.options, strict=True):
+        tree, is_greedy = case.trees[row], options["temperature"] == 0
+        scores = [] if tree.scores is None else tree.scores.tolist()
+        numbers = (0, 0) if is_greedy else (int(options["seed"]), int(options["position"]))
+        expected.append((tree.token_ids.tolist(), tree.parents.tolist(), scores, *numbers))
+    assert seen == expected and any(scores for _, _, scores, *_ in seen)
 
 
 def test_requests_without_draft_tokens_sample_as_without_speculation(backend: Backend) -> None:
