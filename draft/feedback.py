@@ -39,7 +39,7 @@ def note_verification(plan: StepPlan, acceptance: Acceptance, fleet: AcceptanceC
         is_sure = isnan(first_score)
         if first == end and is_sure:
             continue
-        counts = () if fleet is None else _counts(request, fleet)
+        counts = _counts(request, fleet)
         for each in counts:
             each.note_draft(1.0 if is_sure else exp(first_score))
         if first == end:
@@ -51,7 +51,7 @@ def note_verification(plan: StepPlan, acceptance: Acceptance, fleet: AcceptanceC
             _note_first_children(request, parents, all_scores[first:end] if was_scored else None, path, counts, is_sure)
 
 
-def note_review(request: Request, review: Review, fleet: AcceptanceCounts) -> None:
+def note_review(request: Request, review: Review, fleet: AcceptanceCounts | None) -> None:
     """Update the history of a reviewed request, as if each token had been verified as a draft of one node.
 
     Args:
@@ -91,8 +91,10 @@ def _at_temperature(logprobs: Sequence[float], ratio: float) -> list[float]:
     return [1 - (-expm1(logprob)) ** (1 / ratio) for logprob in logprobs]
 
 
-def _counts(request: Request, fleet: AcceptanceCounts) -> tuple[AcceptanceCounts, ...]:
+def _counts(request: Request, fleet: AcceptanceCounts | None) -> tuple[AcceptanceCounts, ...]:
     """Return the counts for a request's drafts: its own, and the fleet's unless its options change logits unseen by the draft."""
+    if fleet is None:
+        return ()
     own = request.draft_history.acceptance
     return (own,) if request.has_transforms else (own, fleet)
 

@@ -37,6 +37,7 @@ def code_of(page: str) -> list[str]:
 SHOWN = {
     "block_verification": r"token by token +([2-4]\.\d\d) tokens .*\nby blocks +[2-4]\.",
     "custom_drafter": r"accepted per depth: \[[1-9]\d*, [1-9]\d*\] of ",
+    "draft_budgets": r"1 at once: [56]\.\d draft tokens .*\n3 at once: [01]\.\d ",
     "generate": r"(?s)(tokens per target step.*){3}in a tenth of a second\nwhile",
     "observer": r"was wrong in [1-9]\d* of \d+ steps with drafts\n\d+ times '.*' in place of '",
     "scheduling_policy": "32 tokens after 'def f\\('\n64 tokens after 'class A:'\n96 tokens after 'import os'",

@@ -83,13 +83,15 @@ def test_a_draft_that_overflows_ends_no_request(zoo: Zoo, back_end: str, num_rig
 
 
 def test_estimates_do_not_learn_from_rows_that_ran_again(zoo: Zoo) -> None:
-    """Which they do in all steps but the last one, in which nothing is drafted."""
-    engine, expected = make_overflowing(zoo, "torch", 0, [-1, 0, 1])
-    engine.adaptive = adaptive = Mock(num_reserved=3, **{"controller.fleet": None})
+    """Which they do in all steps but the last one, in which nothing is drafted; no more is reserved than the options allow."""
+    engine, expected = make_overflowing(zoo, "torch", 0, [-1, 0, 1], max_draft_tokens=2)
+    budgets = list[int]()
+    engine.observers.append(lambda plan, _: budgets.extend(plan.draft_budgets))
+    engine.adaptive = adaptive = Mock(num_reserved=3, fleet=None)
     [request] = submit(engine, [PROMPT], [greedy(NUM_TOKENS, ignore_eos=True)])
     drain(engine)
     assert request.output_token_ids == expected and engine.counters.num_steps == NUM_TOKENS
-    assert adaptive.decide.call_count == NUM_TOKENS and adaptive.observe.call_count == 1
+    assert adaptive.decide.call_count == NUM_TOKENS and adaptive.observe.call_count == 1 and max(budgets) == 2
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])

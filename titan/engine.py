@@ -16,6 +16,7 @@ from tqdm import tqdm
 from titan.adaptive.controller import Controller
 from titan.adaptive.costs import Costs
 from titan.adaptive.pace import Pace
+from titan.adaptive.policy import BudgetPolicy
 from titan.adaptive.profiler import Profiler
 from titan.adaptive.speculation import AdaptiveSpeculation
 from titan.claims import check_claim, claim, keep_claims
@@ -173,7 +174,7 @@ class Engine:
         watch = Stopwatch(time.perf_counter)
         adaptive, expired = self.adaptive, self.scheduler.expire()
         with self.backend.active(), torch.inference_mode():
-            num_drafts = self._max_draft_tokens if adaptive is None else adaptive.num_reserved
+            num_drafts = self._max_draft_tokens if adaptive is None else min(adaptive.num_reserved, self._max_draft_tokens)
             plan = self.scheduler.schedule(num_drafts, self.drafting.lookahead, self.drafting.max_len)
             if not plan.requests:
                 return expired
@@ -243,10 +244,10 @@ class Engine:
         for observe in self.observers:
             observe(plan, acceptance)
         self.drafting.commit(plan, acceptance)
-        note_verification(plan, acceptance, None if adaptive is None else adaptive.controller.fleet)
-        if adaptive is not None:
-            for i, review in zip(plan.reviews, report.reviews, strict=False):
-                note_review(plan.requests[i], review, adaptive.controller.fleet)
+        fleet = None if adaptive is None else adaptive.fleet
+        note_verification(plan, acceptance, fleet)
+        for i, review in zip(plan.reviews, report.reviews, strict=False):
+            note_review(plan.requests[i], review, fleet)
         self.kv.commit(plan, acceptance)
         changed = self.scheduler.update(plan, acceptance)
         times.commit += watch.lap()
@@ -441,7 +442,7 @@ class Engine:
         self.kv.tensors, self.drafting, self.adaptive, self._max_draft_tokens = tensors, drafting, adaptive, max_draft_tokens
         self._log.start_draft()
 
-    def _make_adaptive(self, drafting: Drafting, max_draft_tokens: int) -> AdaptiveSpeculation | None:
+    def _make_adaptive(self, drafting: Drafting, max_draft_tokens: int) -> BudgetPolicy | None:
         options = self.config.speculation
         if options.speculation != "adaptive" or not max_draft_tokens:
             return None

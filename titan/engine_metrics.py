@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from titan.adaptive.policy import BudgetPolicy
 from titan.adaptive.profiler import Profiler
-from titan.adaptive.speculation import AdaptiveSpeculation
 from titan.core.metrics import EngineMetrics, Percentiles, TierMetrics, ratio
 from titan.core.step_log import StepLog
 from titan.draft.drafting import Drafting
@@ -29,7 +29,7 @@ class EngineMeter:
     profiler: Profiler
     log: StepLog
 
-    def read(self, now: float, drafting: Drafting, adaptive: AdaptiveSpeculation | None) -> EngineMetrics:
+    def read(self, now: float, drafting: Drafting, adaptive: BudgetPolicy | None) -> EngineMetrics:
         """Return a snapshot.
 
         Args:

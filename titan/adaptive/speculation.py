@@ -10,7 +10,7 @@ from titan.adaptive.load import Candidate, Load, Outcome
 from titan.adaptive.optimum import Optimum
 from titan.adaptive.rest import Rest
 from titan.adaptive.value import own_acceptance
-from titan.core.draft_history import DraftHistory
+from titan.core.draft_history import AcceptanceCounts, DraftHistory
 from titan.core.growth import Worth
 from titan.core.metrics import SpeculationMetrics
 from titan.core.request import Request
@@ -28,7 +28,7 @@ RESERVED_NODES = 8
 
 @dataclass(slots=True)
 class AdaptiveSpeculation:
-    """Applies a controller to the steps of an engine."""
+    """The engine's own `titan.adaptive.policy.BudgetPolicy`: it applies a controller to the steps."""
 
     controller: Controller
     drafting: Drafting
@@ -46,6 +46,10 @@ class AdaptiveSpeculation:
     _load: Load = field(default_factory=lambda: Load((), 0, 0))
     _rest: Rest | None = None  # which the present step is part of
     _last_shown: tuple[bool, Optimum] = False, Optimum([], 0.0)  # whether only a probe drafted, when last some might have drafted
+
+    @property
+    def fleet(self) -> AcceptanceCounts:
+        return self.controller.fleet
 
     def decide(self, plan: StepPlan) -> None:
         """Set budgets, worths and reviews of a plan's rows."""
@@ -104,14 +108,6 @@ class AdaptiveSpeculation:
         )
 
     def observe(self, plan: StepPlan, acceptance: Acceptance, report: ReviewReport, times: StepTimes) -> None:
-        """Learn from a step.
-
-        Args:
-            plan: as decided.
-            acceptance: of its rows.
-            report: of its reviews; of none where they failed.
-            times: of the step.
-        """
         if self.is_latency:
             for i in self._rows:
                 plan.requests[i].draft_history.tokens_per_step.note(1 + len(acceptance.paths[i]))
@@ -145,11 +141,6 @@ class AdaptiveSpeculation:
             self._log_temperature = before + (log(temperature) - before) * (1 - (1 - TEMPERATURE_RATE) ** num_observed)
 
     def metrics(self, mean_draft_tokens: float) -> SpeculationMetrics:
-        """Return what the controller knows and decided.
-
-        Args:
-            mean_draft_tokens: per request and step, since the start.
-        """
         controller, (is_probe, optimum) = self.controller, self._last_shown
         target, draft = controller.costs.target, controller.costs.draft
         return SpeculationMetrics(
