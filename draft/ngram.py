@@ -10,11 +10,12 @@ import numpy as np
 from titan.core.arrays import Ints
 from titan.core.checks import check_integer
 from titan.core.limits import MAX_NODES
-from titan.core.step import Acceptance, StepPlan
+from titan.core.step import StepPlan
 from titan.core.trees import DraftTree
+from titan.draft.base import CachelessDrafter
 
 
-class NgramDrafter:
+class NgramDrafter(CachelessDrafter):
     """Looks up the longest suffix of ``min_ngram`` to ``max_ngram`` tokens in the request's own tokens.
 
     Raises:
@@ -22,7 +23,6 @@ class NgramDrafter:
     """
 
     name = "ngram"
-    kv = None
 
     def __init__(self, max_draft_tokens: int, *, min_ngram: int = 2, max_ngram: int = 4) -> None:
         self.max_draft_tokens = check_integer("max_draft_tokens", max_draft_tokens, 1, MAX_NODES)
@@ -36,9 +36,6 @@ class NgramDrafter:
             DraftTree.chain(self.lookup(request.token_array, budget) if budget else [])
             for request, budget in zip(plan.requests, plan.draft_budgets, strict=True)
         ]
-
-    def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
-        """Do nothing: each lookup goes through all tokens of a request."""
 
     def lookup(self, tokens: Ints, budget: int) -> list[int]:
         """Return up to ``budget`` tokens that followed the longest suffix that occurred before, where it last did.

@@ -14,11 +14,12 @@ from titan.core.batch import prefix_sums
 from titan.core.checks import check_integer, check_number
 from titan.core.random import Purpose, philox_uniform
 from titan.core.request import Request
-from titan.core.step import Acceptance, StepPlan
+from titan.core.step import StepPlan
 from titan.core.trees import EMPTY_TREE, DraftTree
+from titan.draft.base import CachelessDrafter
 
 
-class ReplayDrafter:
+class ReplayDrafter(CachelessDrafter):
     """Proposes chains from recordings.
 
     Args:
@@ -29,7 +30,6 @@ class ReplayDrafter:
     """
 
     name = "replay"
-    kv = None
 
     def __init__(
         self, recordings: Mapping[tuple[int, ...], Sequence[int]], *, acceptance: float, vocab_size: int, max_draft_tokens: int
@@ -52,9 +52,6 @@ class ReplayDrafter:
         uniform = philox_uniform(seeds, positions, Purpose.CORRUPT)
         drafted = np.where(uniform < self.acceptance, tokens, (tokens + 1) % self.vocab_size)
         return [DraftTree.chain(each) if len(each) else EMPTY_TREE for each in np.split(drafted, first[1:-1])]
-
-    def commit(self, plan: StepPlan, acceptance: Acceptance) -> None:
-        """Do nothing: the position in the recording is the request's number of output tokens."""
 
     def _recorded(self, request: Request, budget: int) -> Sequence[int]:
         """Return the next tokens of the request's recording, as many as it may draft."""

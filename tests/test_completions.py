@@ -217,3 +217,7 @@ def test_metrics_of_completions_are_summed_and_their_times_spanned() -> None:
     waiting = RequestMetrics(0.5)
     assert merge_metrics([*parts, waiting]) == RequestMetrics(0.5, 2.0, 4.0, None, 32, 1, 7, [7, 6, 1], [3, 1], 11)
     assert merge_metrics([waiting, waiting]) == waiting
+    (part, _), alone = parts, merge_metrics(parts[:1])
+    part.proposed_per_depth.append(1)
+    part.accepted_per_depth.append(1)
+    assert alone == RequestMetrics(1.0, 2.0, 5.0, 9.0, 0, 1, 3, [3, 2], [2, 1], 6), "an output stays as it is"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times (seconds, monotonic clock) and counts of one request, all its completions together."""
+    """Times (seconds, monotonic clock) and counts of one completion, or in a `RequestOutput` of all completions together."""
 
     arrival_time: float
     first_scheduled_time: float | None = None
@@ -40,6 +40,9 @@ class RequestMetrics:
 
 def merge_metrics(parts: Sequence[RequestMetrics]) -> RequestMetrics:
     """Merge the metrics of a request's completions, at least one: counts are summed, times span all of them."""
+    if len(parts) == 1:  # a stream asks for each output
+        [part] = parts
+        return replace(part, proposed_per_depth=[*part.proposed_per_depth], accepted_per_depth=[*part.accepted_per_depth])
 
     def first(times: Iterable[float | None]) -> float | None:
         return min((time for time in times if time is not None), default=None)

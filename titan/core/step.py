@@ -97,8 +97,7 @@ class StepPlan:
 
     def emitting_rows(self) -> list[int]:
         """Return the rows that reach their request's root."""
-        rows = enumerate(zip(self.requests, self.num_tokens, strict=True))
-        return [i for i, (request, count) in rows if request.num_computed_tokens + count == len(request.token_ids)]
+        return [*filter(self.reaches_root, range(len(self.requests)))]
 
     @property
     def has_results(self) -> bool:
@@ -108,7 +107,7 @@ class StepPlan:
     def reaches_root(self, i: int) -> bool:
         """Whether row ``i`` feeds the request's last committed token, so that it emits tokens."""
         request = self.requests[i]
-        return request.num_computed_tokens + self.num_tokens[i] == request.num_tokens
+        return request.num_computed_tokens + self.num_tokens[i] == len(request.token_ids)
 
 
 @dataclass(frozen=True, slots=True)

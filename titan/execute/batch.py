@@ -11,10 +11,9 @@ def target_batch(plan: StepPlan, trees: DraftTrees, *, block_size: int) -> Ragge
     """Build the target's batch of a step, with a tree for each row of the plan."""
     starts = [request.num_computed_tokens for request in plan.requests]
     row_tokens, needs_logits, prompt_logits = list[list[int]](), list[bool](), list[range]()
-    for request, start, num_tokens in zip(plan.requests, starts, plan.num_tokens, strict=True):
-        token_ids, end = request.token_ids, start + num_tokens
-        row_tokens.append(token_ids[start:end])
-        needs_logits.append(end == len(token_ids))
-        positions = range(0) if request.prompt_logprobs is None else request.prompt_logits(num_tokens)
+    for i, (request, start, num_tokens) in enumerate(zip(plan.requests, starts, plan.num_tokens, strict=True)):
+        row_tokens.append(request.token_ids[start : start + num_tokens])
+        needs_logits.append(plan.reaches_root(i))
+        positions = request.prompt_logits(num_tokens)
         prompt_logits.append(range(positions.start - start, positions.stop - start) if positions else positions)
     return join_rows(plan.block_table, starts, row_tokens, needs_logits, prompt_logits, trees=trees, block_size=block_size)

@@ -24,9 +24,6 @@ class Heap(Generic[T]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __contains__(self, item: T) -> bool:
-        return item in self._entries
-
     def push(self, item: T, key: Any) -> None:
         """Add an item, or give it another key."""
         entry = self._entries[item] = key, next(self._numbers), item
