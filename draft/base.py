@@ -1,7 +1,9 @@
 """The interface of drafters.
 
 To add a drafter, write a class with the members of `Drafter`; pass an instance, or register its name
-(`titan.draft.registry`). Nothing else in the engine depends on the kind of drafter.
+(`titan.draft.registry`). The engine asks which members a drafter has: those of `CachingDrafter` give it a cache, those of
+`ModelDrafter` have its passes measured and reviews asked for. Only `titan.draft.registry` asks for a class: it refuses options that
+Titan's own draft model alone can follow, and such a model that was made for another engine.
 """
 
 from __future__ import annotations

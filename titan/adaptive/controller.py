@@ -133,9 +133,10 @@ class Controller:
         return is_repeat
 
     def rest(self, load: Load, num_requests: int, num_new: int = 0) -> Rest | None:
-        """Return what sums up this step and its repeats if nothing is drafted, whatever is known of the requests. ``None``: choose.
+        """Return the rest that begins with a step, in which nothing is drafted whoever the requests are; ``None``: `choose`.
 
-        It stands that nothing pays, or plain steps show what these cost.
+        That is so while it stands that nothing pays, and no probe is due; and where drafting pays, in the plain steps in a row that
+        show what such steps cost.
 
         Args:
             load: of the step, without candidates.

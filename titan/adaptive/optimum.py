@@ -34,7 +34,7 @@ class Optimum:
     on_rate: float = 0.0  # of the best setting that drafts
     seconds: float = 0.0  # of a step with that setting
     node_seconds: float = 0.0  # of a node in the target's pass, near their number; at a step of the curve, before it
-    slack: int = MAX_NODES  # nodes up to the next step of the curve, where one more costs more than any that is drafted is worth
+    slack: int = MAX_NODES  # further nodes at about that price; beyond, one costs more than the last of the optimum is worth
 
     @property
     def drafts(self) -> bool:

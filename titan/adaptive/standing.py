@@ -8,10 +8,14 @@ from dataclasses import dataclass, field
 from titan.adaptive.host_time import SecondsByCount
 from titan.adaptive.load import Load
 
-DWELL, LONGER_DWELL, LONGEST_DWELL = 8, 16, 128
-"""Most steps for which an optimum stands if there are as many requests and rows, but no more than there are drafts that it goes by;
-and where comparing takes long, and comes out alike time after time: twice as many each time, where some requests do not draft, of
-which one may be worth a probe, up to the second number, else to the third."""
+DWELL = 8
+"""Steps for which an optimum stands that drafts, if as many requests and rows stay; fewer where it goes by fewer drafts."""
+
+LONGEST_DWELL = 128
+"""Most steps where comparing takes long: each time that it comes out alike, twice as many are allowed as before."""
+
+LONGER_DWELL = 16
+"""The same where some requests do not draft: one of them may be worth a probe."""
 
 ALIKE = 1 / 3
 """Share of the nodes by which outcomes that are alike may differ."""

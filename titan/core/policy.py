@@ -17,7 +17,8 @@ class SchedulingPolicy(Protocol):
     that does not fit is waited for; none is passed over. A subclass need not have `serve` and `end`, nor `displaceable` where
     nobody gives way to a waiting request, nor `prefill_order` where prompts are computed in the order of their start.
 
-    An error of `add` ends a new request, one of `remove` or `end` none if the request has ended; any other one fails the step.
+    An error of `add` ends a new request, one of `serve` a completion that starts with the prompt of a sibling that has just ended,
+    one of `remove` or `end` none if the request has ended; any other one fails the step.
 
     When a step has failed, or was interrupted, all requests end: `remove` is called for those that wait, and `end` for all. For the
     request at which this struck, the policy may have had these calls already, or not yet `add`: errors that it raises are ignored.
