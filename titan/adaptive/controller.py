@@ -103,8 +103,9 @@ class Controller:
         self.num_repeats = 0  # next steps of the same requests, one token each, that may do as the last one, undecided
         self._num_rested = 0  # steps since anything was decided
         self._rest: Rest | None = None  # that goes on
-        self._num_since_plain = 0  # steps since one was plain; below 0: plain ones from the present one on
-        self._plain_after = 0.0  # such steps after which one is to be plain again
+        self._num_plain_left = 0  # plain steps in a row, the present one included, that show what such steps cost
+        self._num_drafting = 0  # steps with drafts since the last of these
+        self._plain_after = 0.0  # such steps after which some are to be plain again
         self._estimates = estimate(self.fleet, self.past, (AcceptanceCounts(),))
         self._hoped: list[int] = []
         self._compared: Sequence[AcceptanceCounts] = ()  # of the candidates of the last comparison
@@ -147,7 +148,7 @@ class Controller:
         self.num_repeats = 0
         if not self._standing.begin(num_requests, load.num_lasting, num_new):
             self._standing.end()
-        elif self._num_since_plain < -1 if self.optimum.drafts else not self._probes.is_due:
+        elif self._num_plain_left > 1 if self.optimum.drafts else not self._probes.is_due:
             self._count_rests(1)
             plain_seconds = self.costs.plain_seconds(load, num_requests)
             self._rest = Rest(load, num_requests, LONG_REPEAT * plain_seconds)
@@ -158,7 +159,7 @@ class Controller:
     def _num_resting(self, plain_seconds: float) -> int:
         """Return how many more steps of this time are rests, of which all find cold caches, or none."""
         if self.optimum.drafts:
-            most = -1 - self._num_since_plain
+            most = self._num_plain_left - 1
         else:
             most = max(0, self._probes.num_steps_until_due(plain_seconds, self._standing.num_left + 1) - 1)
         num_cold = self._probes.num_cold
@@ -170,7 +171,7 @@ class Controller:
         if rest is None:
             return
         self._count_rests(rest.num_allowed - self.num_repeats)
-        if self.optimum.drafts and self._num_since_plain >= -1:
+        if self.optimum.drafts and self._num_plain_left <= 1:
             self._standing.end()  # what plain steps cost is known anew
         if not rest.num_steps:
             return
@@ -181,7 +182,7 @@ class Controller:
     def _count_rests(self, num_steps: int) -> None:
         self._num_rested += num_steps
         if self.optimum.drafts:  # these are none of the steps for which it stands
-            self._num_since_plain += num_steps
+            self._num_plain_left -= num_steps
         else:
             self._standing.pass_steps(num_steps)
 
@@ -219,7 +220,17 @@ class Controller:
         if len(reviewed) < len(probed) and not has_room:
             return _nothing(load)
         self._standing.pass_steps(1)
-        planned = self._delay(load, best_nodes)
+        return self._decision_for(load, self._delay(load, best_nodes), probed, reviewed)
+
+    def _decision_for(self, load: Load, planned: list[int], probed: Sequence[int], reviewed: Sequence[int]) -> Decision:
+        """Return the decision by which candidates draft what is planned, and some are probed.
+
+        Args:
+            load: of the step.
+            planned: nodes of each candidate, probes left out.
+            probed: candidates that are probed, which draft nothing else.
+            reviewed: those of them that are reviewed.
+        """
         worths = [
             worth if count and each.stops_early else None
             for worth, count, each in zip(self._worths, planned, load.candidates, strict=True)
@@ -236,10 +247,13 @@ class Controller:
 
     def _is_plain_due(self) -> bool:
         """Whether a step without drafts should show what such steps cost: the more often, the less drafting gains."""
-        self._num_since_plain += 1
-        if self._num_since_plain >= self._plain_after:
-            self._num_since_plain = -NUM_PLAIN
-        return self._num_since_plain < 0
+        if self._num_plain_left:
+            self._num_plain_left -= 1
+        else:
+            self._num_drafting += 1
+            if self._num_drafting >= self._plain_after:
+                self._num_drafting, self._num_plain_left = 0, NUM_PLAIN
+        return self._num_plain_left > 0
 
     def _delay(self, load: Load, num_nodes: list[int]) -> list[int]:
         """Let requests wait, those that owe most, and never all, while feeding the draft would take longer than it may.
@@ -271,7 +285,7 @@ class Controller:
         least = 1 - MARGIN if self.optimum.drafts else 1 + MARGIN
         self.optimum = best(estimates.means, prices, self.drafting_yield.factor, least)
         if not self.optimum.drafts:
-            self._num_since_plain = max(0, self._num_since_plain)
+            self._num_plain_left = 0
         gain = self.optimum.rate / self.optimum.off_rate - 1
         self._plain_after = min(PLAIN_STEPS * (1 + gain / PLAIN_GAIN), MOST_PLAIN_AFTER)
         self._worths = [self._worth(i, prices) if self.optimum.num_nodes[i] else None for i, each in enumerate(load.candidates)]
@@ -305,7 +319,7 @@ class Controller:
         if self._has_compared:
             self._standing.note_comparison(outcome.deciding_seconds)
         if decision.is_steady:
-            num_until_plain = ceil(self._plain_after - self._num_since_plain) - 1
+            num_until_plain = ceil(self._plain_after - self._num_drafting) - 1
             self.num_repeats = max(0, min(self._standing.num_left, num_until_plain))
             self.note_repeat(outcome)
             return
@@ -333,15 +347,15 @@ class Controller:
         outcomes, self._alike = self._alike, []
         num_repeats, num_tokens = len(outcomes) - 1, sum([len(self._load.candidates) + each.num_accepted for each in outcomes])
         self._standing.pass_steps(num_repeats)
-        self._num_since_plain += num_repeats
+        self._num_drafting += num_repeats
         load = self._load._replace(num_context_tokens=self._load.num_context_tokens + num_tokens // 2)
         most = LONG_REPEAT * self.optimum.seconds
         usual = [each for each in outcomes if each.seconds <= most]
         if usual:
             self._unlearned.append((load, self._decision, Outcome.total(usual), len(usual)))
         self._unlearned += [(load, self._decision, each, 1) for each in outcomes if each.seconds > most]
-        if len(usual) < len(outcomes) / 2 and self._num_since_plain >= PLAIN_STEPS:  # steps without drafts may have changed, too
-            self._num_since_plain = MOST_PLAIN_AFTER
+        if len(usual) < len(outcomes) / 2 and self._num_drafting >= PLAIN_STEPS:  # steps without drafts may have changed, too
+            self._num_drafting = MOST_PLAIN_AFTER  # enough, whatever drafting gains
 
     def _learn(self) -> None:
         """Learn from the steps that were observed."""

@@ -43,23 +43,24 @@ class Probes:
     """Chooses what is probed, and keeps account of it."""
 
     credit: float = 0.0  # seconds
-    price: float = 0.0  # seconds of the probe that was last thought of
+    price: float | None = None  # seconds of the probe that was last thought of; inf: nobody is idle; None: there is none yet
     advance: float = 0.0  # seconds that may be spent on it in advance
     num_waiting: int = 0  # next steps in which no request has emitted enough for a review
     num_cold: int = 0  # next steps without drafts that find cold caches
 
     def forget(self) -> None:
         """Think of another probe, because estimates or requests have changed."""
-        self.price = 0.0
+        self.price = None
 
     @property
     def is_due(self) -> bool:
         """Whether there is time for that probe."""
-        return not self.num_waiting and (not self.price or self.credit + self.advance >= self.price)
+        return not self.num_waiting and (self.price is None or self.credit + self.advance >= self.price)
 
     def num_steps_until_due(self, seconds: float, most: int) -> int:
         """Return how many steps of this length, none of which drafts, pass until there is time for that probe; at most ``most``."""
-        return int(max(0.0, min(most, max(self.num_waiting, (self.price - self.credit - self.advance) / (PROBE_SHARE * seconds)))))
+        lacking = (self.price or 0.0) - self.credit - self.advance
+        return int(max(0.0, min(most, max(self.num_waiting, lacking / (PROBE_SHARE * seconds)))))
 
     def choose(
         self, load: Load, costs: Costs, num_nodes: Sequence[int], acceptance: Sequence[float], hoped: Sequence[int]
@@ -132,9 +133,9 @@ class Probes:
             self.num_cold = COLD_PLAIN_STEPS
             saved = (num_steps + num_accepted / num_requests) * plain_seconds - seconds
             if is_probe:
-                saved = max(saved, -MAX_LOSS * max(self.price, plain_seconds))
+                saved = max(saved, -MAX_LOSS * max(self.price or 0.0, plain_seconds))
             self.credit = min(self.credit + saved, max(self.credit, 0.0))  # gains make up for losses, but are not spent
-        if self.price:
+        if self.price is not None:
             self.credit = min(self.credit, MAX_SAVED * self.price)
         if not is_probe:
             self.credit = max(self.credit, min(before, -MAX_DEBT * plain_seconds))
