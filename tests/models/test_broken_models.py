@@ -215,6 +215,10 @@ TRANSFORMERS: dict[str, tuple[Damage, str]] = {name: BROKEN[name] for name in SA
         weights(model__norm__weight=torch.ones(48, dtype=torch.int8)),
         f"{UNUSABLE}weight 'model.norm.weight' has dtype int8: integers and float8 need a quantization_config, ...",
     ),
+    "float8": (
+        weights(lm_head__weight=torch.full((131, 48), torch.nan).to(torch.float8_e4m3fn)),
+        f"{UNUSABLE}weight 'lm_head.weight' has dtype F8_E4M3, which is not supported: ...; integers and float8 need a ...",
+    ),
     "heads": (config(num_attention_heads=5), f"{CONFIG}...(48)...(5)..."),  # in the words of transformers
     "shared heads": (config(num_key_value_heads=3), f"{CONFIG}num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
     "no layers": (config(num_hidden_layers=0), f"{CONFIG}num_hidden_layers=0 {SIZE}"),

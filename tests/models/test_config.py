@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from families import DYNAMIC, LONGROPE, YARN
 from stepping import greedy, make_engine, run_all
 from tiny_models import SIZES, make_model
 
-from titan.models.config import DecoderConfig
+from titan.models.config import DecoderConfig, check_entries
 from titan.models.files import ModelFiles
 from titan.models.loader import open_model
 
@@ -103,6 +104,28 @@ def test_a_window_of_nothing_is_refused_where_the_family_uses_it_whatever_is_sai
 def test_layers_of_an_unknown_type_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'chunked_attention' is not supported"):
         read(tmp_path, "qwen2", layer_types=["chunked_attention"] * 2)
+
+
+def test_layers_with_windows_need_one(tmp_path: Path) -> None:
+    """transformers fails in its first pass, with an error that names no entry."""
+    sliding = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
+    assert [layer.attention.window for layer in read(tmp_path, "qwen2", use_sliding_window=True, **sliding).layers] == [3, None]
+    for model_type, entries in (("qwen2", {"use_sliding_window": False}), ("olmo3", {"sliding_window": None})):
+        with pytest.raises(ValueError, match="layer_types has 'sliding_attention', which is not allowed without a window"):
+            read(tmp_path, model_type, **sliding | entries)
+
+
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+@pytest.mark.parametrize("layer_types", [None, ["full_attention"] * 2])
+def test_there_must_be_as_many_layers_that_may_rotate(tmp_path: Path, layer_types: list[str] | None, model_impl: str) -> None:
+    smollm3 = {"architectures": ["SmolLM3ForCausalLM"], "layer_types": layer_types}
+    assert read(tmp_path, "smollm3", no_rope_layers=[1, 0, 1], **smollm3).ropes[1].rope_type == "none"
+    for given in ([], [1]):
+        (tmp_path / "config.json").write_text(json.dumps(SIZES | {"model_type": "smollm3", "no_rope_layers": given} | smollm3))
+        message = rf"no_rope_layers={re.escape(str(given))} is not allowed: it has {len(given)} entries, and num_hidden_layers=2;"
+        with pytest.raises(ValueError, match=message):
+            open_model(ModelFiles(str(tmp_path)), model_impl)
+    check_entries({"model_type": "llama4_text", "num_hidden_layers": 2, "no_rope_layers": []})  # which stands for null
 
 
 def test_numbers_of_other_families_are_checked(tmp_path: Path) -> None:

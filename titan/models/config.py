@@ -25,6 +25,8 @@ SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", 
 OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "sliding_window")
 MAX_SIZE = 2**24
 """Above all sizes that models have, and low enough that nothing made of one size alone exceeds memory."""
+ROPE_LAYERS = "no_rope_layers"
+"""Entry of configs of SmolLM3, Llama 4 and Mistral Large 4: for each layer, whether it rotates queries and keys."""
 TEXT_CONFIG = "text_config"
 """Entry of a composite model's config: its language model's."""
 
@@ -98,7 +100,7 @@ class DecoderConfig(ModelConfig):
         family = ARCHITECTURES[architecture](config)
         for window in {*family.layer_windows} - {None}:
             check_integer("sliding_window", window, 1, MAX_SIZE)
-        entries = family.layer_ropes or (WHOLE_ROPE,) * len(family.layer_windows)
+        entries = (WHOLE_ROPE,) * len(family.layer_windows) if family.layer_ropes is None else family.layer_ropes
         read = partial(read_rope, config, head_dim, may_rotate_part=family.may_rotate_part)
         rope_of = {each: NO_ROPE if each is None else read(each) for each in dict.fromkeys(entries)}
         ropes = tuple(rope_of[each] for each in entries)
@@ -140,7 +142,7 @@ class DecoderConfig(ModelConfig):
 
 
 def check_entries(content: Mapping[str, Any]) -> None:
-    """Check what the config.json of any model says about its sizes, and about how its weights are stored.
+    """Check what the config.json of any model says about its sizes, the layers that rotate, and how its weights are stored.
 
     Raises:
         ValueError: names the entry, its value and what is allowed.
@@ -148,6 +150,7 @@ def check_entries(content: Mapping[str, Any]) -> None:
     inner = content.get(TEXT_CONFIG)
     for each in (content, inner) if isinstance(inner, dict) else (content,):
         check_sizes(each)
+        _check_rope_layers(each)
         for name in ("dtype", "torch_dtype"):
             if each.get(name) is not None:
                 check_choice(name, each[name], tuple(RUN_DTYPES))
@@ -171,6 +174,18 @@ def check_sizes(entries: Mapping[str, Any], own_names: Mapping[str, str] = Mappi
         own_name = own_names.get(name, name)
         if isinstance(size := entries.get(own_name), int | float | str):
             check_integer(own_name, size, 1, MAX_SIZE)
+
+
+def _check_rope_layers(entries: Mapping[str, Any]) -> None:
+    """Check that a list of which layers rotate is as long as there are layers; an empty one of Llama 4 counts as none."""
+    given, num_layers = entries.get(ROPE_LAYERS), entries.get("num_hidden_layers")
+    if given == [] and entries.get("model_type") == "llama4_text":
+        return
+    if isinstance(given, list) and isinstance(num_layers, int) and len(given) < num_layers:
+        raise ValueError(
+            f"{ROPE_LAYERS}={shown(given)} is not allowed: it has {len(given)} entries, and num_hidden_layers={num_layers}; it "
+            "must have one for each layer, or be null"
+        )
 
 
 def check_heads(num_heads: int, num_kv_heads: int) -> None:

@@ -128,6 +128,11 @@ def _windows_by_layer_type(config: PretrainedConfig) -> tuple[Window, ...]:
     for layer_type in config.layer_types:
         if layer_type not in windows:
             raise NotNativeError(f"layer type {layer_type!r} is not supported: it must be one of {', '.join(windows)}")
+    if config.sliding_window is None and "sliding_attention" in config.layer_types:
+        raise ValueError(
+            "layer_types has 'sliding_attention', which is not allowed without a window: sliding_window is null, or "
+            "use_sliding_window false"
+        )
     return tuple(windows[layer_type] for layer_type in config.layer_types)
 
 

@@ -45,8 +45,6 @@ STORED_DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -54,7 +52,7 @@ STORED_DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Dtypes by their names in safetensors."""
+"""Dtypes of tensors that are loaded without a quantiser, by their names in safetensors."""
 
 MISSING, UNEXPECTED, MISSHAPEN = "missing", "unexpected", "of another shape"
 """What may be wrong with a tensor."""
@@ -151,7 +149,7 @@ class StoredTensor:
             ValueError: numbers of them are not finite in the dtype.
         """
         found = self._mapped(rows)
-        if self.dtype.is_floating_point and dtype.is_floating_point and self.dtype.itemsize > 1 and found.numel():
+        if self.dtype.is_floating_point and dtype.is_floating_point and found.numel():
             low, high = (each.item() for each in found.aminmax())  # compared as tensors, limits would be rounded to their dtype
             if not (low >= torch.finfo(dtype).min and high <= torch.finfo(dtype).max):  # a NaN fails as well
                 raise not_finite(self.name, dtype)
