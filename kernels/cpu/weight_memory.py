@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from threading import Lock
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from titan.kernels.cpu.huge_pages import map_pages
@@ -19,7 +23,7 @@ class WeightMemory:
     """Hands out memory from chunks, each of which is freed with the last tensor in it."""
 
     def __init__(self) -> None:
-        self._chunk = torch.empty(0, dtype=torch.uint8)
+        self._chunk: Callable[[], NDArray[np.uint8] | None] = lambda: None  # a weak reference: tensors alone keep it
         self._num_taken = 0
         self.lock = Lock()
         """Held from taking memory to the last cut of it."""
@@ -31,11 +35,12 @@ class WeightMemory:
             MemoryError: there is not so much.
         """
         size = round_up(num_bytes, CACHE_LINE_BYTES)
-        if self._num_taken + size > len(self._chunk):
-            self._chunk, self._num_taken = map_pages(max(size, CHUNK_BYTES)), 0
+        if (chunk := self._chunk()) is None or self._num_taken + size > len(chunk):
+            chunk, self._num_taken = map_pages(max(size, CHUNK_BYTES)).numpy(), 0
+            self._chunk = weakref.ref(chunk)
         first = self._num_taken
         self._num_taken += size
-        return self._chunk[first : first + num_bytes]
+        return torch.from_numpy(chunk[first : first + num_bytes])
 
     def cut(self, taken: Tensor, num_bytes: int) -> Tensor:
         """Return the first bytes of what was handed out last; the others are handed out again."""
