@@ -59,7 +59,7 @@ inline void with_stored(const KVLayer& kv, const Work& work) {
 }
 
 constexpr float kLargestNumber = 127.0f; // of those quantised
-constexpr float kLeastSize = 1e-30f;     // of a row's largest number; smaller ones become zeros
+constexpr float kLeastSize = 1e-30f;     // as which a row's largest number counts if it is less: below about 4e-33, numbers become zeros
 
 // Round numbers to integers up to `most`, below 2^22; return what 1 stands for, NaN if a number is not finite.
 template <typename T, typename Integer>

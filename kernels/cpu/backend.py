@@ -45,7 +45,8 @@ class CpuBackend(TorchBackend):
         self.cache = HostCache(self.upload)
 
     def active(self) -> AbstractContextManager[None]:
-        # else little is left to PyTorch, and its threads would take cores from the kernels' own
+        # else PyTorch's threads would take cores from the kernels' own; what is left to it beside them is on one thread, also
+        # the products of absorbed latents, and of linear layers that stay its own, as those of quantised checkpoints
         return host_by_default(using_threads(self.num_threads if self._torch_models else 1))
 
     def layer_ops(self, dtype: torch.dtype, traits: frozenset[str]) -> LayerOps:

@@ -1,5 +1,5 @@
-// Numbers and vectors of numbers, and the memory that passes work in. All arithmetic of the kernels is float32; T is the type of the
-// tensors.
+// Numbers and vectors of numbers, and the memory that passes work in. T is the type of the tensors; arithmetic is in float32, but for
+// sums of integers where slots are quantised, and for doubles where samples are drawn.
 
 #pragma once
 

@@ -15,7 +15,7 @@ from titan.core.kv_tensor import kv_planes
 LARGEST = 127
 """Largest quantised number."""
 LEAST_SIZE = 1e-30
-"""Rows whose largest absolute value is below this one become zeros."""
+"""A row's largest absolute value counts as this one if it is less: numbers below about 4e-33 then become zeros."""
 
 
 def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
