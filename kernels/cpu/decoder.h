@@ -142,9 +142,8 @@ void gated_mlp(Team* team, const Weight& gate_up, const Weight& down, const T* x
   const int64_t most_rows = std::min(num_rows, kPartRows);
   const int64_t num_room = std::max(linear_lines<T>(gate_up, most_rows), linear_lines<T>(down, most_rows));
   const int64_t num_wide = num_lines<T>(most_rows * gate_up.num_outputs);
-  static thread_local WorkingMemory memory;
-  const Lease lease{memory};
-  Line* room = memory.lines(num_room + num_wide + num_lines<T>(most_rows * down.num_inputs));
+  const auto memory = team->working_memory();
+  Line* room = memory->lines(num_room + num_wide + num_lines<T>(most_rows * down.num_inputs));
   T* wide = reinterpret_cast<T*>(room + num_room);
   T* gated = reinterpret_cast<T*>(room + num_room + num_wide);
   team->run([&](Member& member) {
@@ -183,10 +182,9 @@ void forward(const Decoder& decoder, const AttentionPlan& plan, const int64_t* t
     for (const Weight* weight : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
       num_room = std::max(num_room, linear_lines<T>(*weight, most_rows));
   }
-  static thread_local WorkingMemory memory;
-  const Lease lease{memory};
+  const auto memory = decoder.team->working_memory();
   const int64_t per_token = size + qkv_size + q_size, per_row = size + widest + widest / 2;
-  Line* room = memory.lines(num_room + num_lines<T>(num_tokens * per_token + most_rows * per_row));
+  Line* room = memory->lines(num_room + num_lines<T>(num_tokens * per_token + most_rows * per_row));
   T* stream = reinterpret_cast<T*>(room + num_room); // the residual stream
   T* qkv = stream + num_tokens * size;
   T* attended = qkv + num_tokens * qkv_size;

@@ -117,7 +117,6 @@ public:
         vocab_size_(std::min(decoder.head.num_outputs, growing.target_vocab_size)) {}
 
   void run() {
-    const Lease lease{memory_};
     feed_roots();
     take(0);
     for (int64_t depth = 1; feed(depth); ++depth) take(depth);
@@ -318,7 +317,6 @@ private:
     num_nodes_ += count;
   }
 
-  inline static thread_local WorkingMemory memory_;
   const Decoder& decoder_;
   Growing& growing_;
   Rows rows_;
@@ -326,7 +324,8 @@ private:
   std::vector<Fed> fed_;  // of the rows of `logits_`, request by request
   std::vector<Fed> next_; // chosen among their children
   double gain_ = 0;       // of feeding these, in prices of a pass; infinite for a shape
-  T* logits_ = nullptr;        // in the working memory
+  WorkingMemory memory_;
+  T* logits_ = nullptr; // in the working memory
   std::vector<int64_t> tokens_;
   std::vector<float> logprobs_;
   int64_t vocab_size_;

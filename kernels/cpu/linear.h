@@ -101,9 +101,8 @@ void linear(Member& member, const Weight& weight, const T* x, int64_t num_rows, 
 // The same, on the threads.
 template <typename T>
 void run_linear(Team* team, const Weight& weight, const T* x, int64_t num_rows, const T* residual, T* output) {
-  static thread_local WorkingMemory memory;
-  const Lease lease{memory};
-  Line* room = memory.lines(linear_lines<T>(weight, num_rows));
+  const auto memory = team->working_memory();
+  Line* room = memory->lines(linear_lines<T>(weight, num_rows));
   team->run([&](Member& member) { linear(member, weight, x, num_rows, residual, output, room); });
 }
 

@@ -227,12 +227,13 @@ constexpr int64_t num_lines(int64_t count) {
   return (count * sizeof(T) + sizeof(Line) - 1) / sizeof(Line);
 }
 
-// Working memory of a thread, which it keeps for its next call, with whatever is in it.
+// Working memory that is kept for the next call, with whatever is in it.
 class WorkingMemory {
 public:
   Line* lines(int64_t count) {
     if (count > size_) {
-      free(); // first: there may be no room for both
+      lines_.reset(); // first: there may be no room for both
+      size_ = 0;
       lines_.reset(new Line[count]);
       size_ = count;
     }
@@ -244,27 +245,11 @@ public:
     return reinterpret_cast<T*>(lines(num_lines<T>(count)));
   }
 
-  // Free it if only long prompts need so much: each thread that ever led a step would keep it.
-  void give_back() {
-    if (size_ * sizeof(Line) > kKeptBytes) free();
-  }
+  int64_t size() const { return size_; }
 
 private:
-  static constexpr size_t kKeptBytes = 64 << 20;
-
-  void free() {
-    lines_.reset();
-    size_ = 0;
-  }
-
   std::unique_ptr<Line[]> lines_;
   int64_t size_ = 0;
-};
-
-// Gives working memory back at the end of a scope, also if that is an exception.
-struct Lease {
-  WorkingMemory& memory;
-  ~Lease() { memory.give_back(); }
 };
 
 // Call work(first, count) for rows in parts of nearly equal size.

@@ -19,6 +19,7 @@ namespace {
 constexpr int64_t kJobSize = 16384;     // elements of a job that is worth sharing: threads may be asleep
 constexpr int64_t kChunkSize = 4096;    // least elements of a chunk of it
 constexpr int64_t kChunksPerThread = 8; // most chunks of a phase for each thread: an uneven end costs an eighth
+constexpr int64_t kKeptLines = num_lines<uint8_t>(64 << 20); // of working memory; only long prompts need more
 constexpr int kSpins = 2000;            // of a thread that waits before it lets others have its core, up to 100 microseconds
 constexpr int kYields = 4000;           // of it before it sleeps, some milliseconds: steps follow one another
 
@@ -77,6 +78,7 @@ public:
   }
 
   ~Team() {
+    delete spare_.load();
     if (is_forked())
       new std::vector<std::thread>(std::move(threads_)); // never destroyed: they are not here
     else
@@ -105,6 +107,13 @@ public:
     job_.fetch_add(1);
     wait_until(inside_, [](uint32_t inside) { return inside == 0; });
     if (lacks_memory_.exchange(false)) throw std::bad_alloc();
+  }
+
+  // Return working memory for a call, which the team keeps for the next one; calls at the same time have some of their own.
+  auto working_memory() {
+    const auto keep = [this](WorkingMemory* used) { delete (used->size() > kKeptLines ? used : spare_.exchange(used)); };
+    WorkingMemory* spare = spare_.exchange(nullptr);
+    return std::unique_ptr<WorkingMemory, decltype(keep)>(spare ? spare : new WorkingMemory, keep);
   }
 
 private:
@@ -154,6 +163,7 @@ private:
   const pid_t process_ = getpid();
   std::vector<std::thread> threads_;
   std::mutex mutex_;
+  std::atomic<WorkingMemory*> spare_{nullptr}; // kept for the next call
   const void* body_ = nullptr;
   void (*call_)(const void*, Member&) = nullptr;
   std::atomic<bool> is_closing_{false};

@@ -10,6 +10,7 @@ from ctypes import CDLL, addressof, c_int64, c_size_t, c_void_p
 from functools import partial
 from pathlib import Path
 from resource import RLIMIT_AS, getrlimit, setrlimit
+from threading import Barrier, Lock
 
 import numpy as np
 import pytest
@@ -286,6 +287,33 @@ def test_too_little_memory_is_an_error_of_the_call_alone(num_threads: int) -> No
             allocator.free(block)
     sample()
     assert (tokens >= 0).all() and (tokens[:, 0] != tokens[:, 1]).all()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of Linux, which counts the pages of a process")
+def test_callers_have_working_memory_apart_and_leave_none_behind() -> None:
+    """Threads that live on call one after another, then at the same time: a library of one thread holds none of them up."""
+    ops = CompiledOps(make_kernels(KINDS["cpu"]), torch.bfloat16)
+    weight, turn, gate = ops.pack(random(16, 250, dtype=torch.bfloat16)), Lock(), Barrier(9)
+    xs = [random(12_000, 250, dtype=torch.bfloat16, seed=seed) for seed in range(2)]  # 12 MB as float32
+    expected = [ops.linear(x, weight, None) for x in xs]
+
+    def multiply(i: int) -> bool:
+        with turn:
+            ops.linear(xs[i], weight, None)
+        gate.wait()
+        gate.wait()
+        return all(torch.equal(ops.linear(xs[i], weight, None), expected[i]) for _ in range(5))
+
+    def num_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text("utf-8").split()[1]) * mmap.PAGESIZE
+
+    before = num_bytes()
+    with ThreadPoolExecutor(8) as pool:
+        are_right = [pool.submit(multiply, i % 2) for i in range(8)]
+        gate.wait()
+        left = num_bytes() - before
+        gate.wait()
+    assert all(each.result() for each in are_right) and left < 40e6
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
