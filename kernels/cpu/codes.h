@@ -35,7 +35,8 @@ struct alignas(64) CodeHeader {
   int64_t rare_offset; // in bytes from here to the block's rare weights, which lie behind all blocks
   int64_t num_rare;
 };
-static_assert(sizeof(RareWeight) == 8 && sizeof(CodeHeader) == 64); // as in weights.py
+constexpr int kHeaderBytes = 64, kRareBytes = 8; // as Python, which reads these here, packs them
+static_assert(sizeof(CodeHeader) == kHeaderBytes && sizeof(RareWeight) == kRareBytes);
 
 constexpr int kUnitInputs = 8; // inputs whose weights are coded together
 constexpr int kPartBytes = 64; // of a unit's parts: the numbers of upper bytes, 4 bits each; lower bytes of 4 inputs; those of 4 more

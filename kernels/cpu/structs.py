@@ -35,6 +35,12 @@ def _declared(name: str) -> type[ctypes.Structure]:
     return STRUCTS.setdefault(name, type(name, (ctypes.Structure,), members))
 
 
+def constant(name: str) -> int:
+    """Return an integer of the C++, which must not depend on the processor."""
+    [value] = re.findall(rf"\b{name} = (\d+)(?:[;,]| }})", _HEADERS)
+    return int(value)
+
+
 WeightStruct = _declared("Weight")
 KVLayerStruct = _declared("KVLayer")
 PlanStruct = _declared("AttentionPlan")

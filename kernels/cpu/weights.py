@@ -23,15 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan.kernels.cpu.compiled import INT, POINTER, CompiledKernels
-from titan.kernels.cpu.structs import WeightStruct
+from titan.kernels.cpu.structs import WeightStruct, constant
 from titan.kernels.cpu.weight_memory import round_up
 from titan.kernels.torch.backend import using_threads
 
-BLOCK = 16
-"""``kBlock`` of the C++: outputs side by side."""
-
-PAIR_INPUTS = 32
-"""``kPairInputs`` of the C++."""
+BLOCK, PAIR_INPUTS = constant("kBlock"), constant("kPairInputs")
+"""Outputs side by side, and what inputs and outputs of pairs are padded to."""
 
 CHUNK_ROWS = 256
 """Outputs that are packed together: little memory is needed at a time, and there is work for all threads."""
@@ -39,7 +36,7 @@ CHUNK_ROWS = 256
 CODE_BITS = {torch.uint8: 12, torch.int8: 8}
 """Bits of a weight in codes, by the dtype of packed weights."""
 
-HEADER_BYTES, RARE_BYTES = 64, 8
+HEADER_BYTES, RARE_BYTES = constant("kHeaderBytes"), constant("kRareBytes")
 """Sizes of ``CodeHeader`` and ``RareWeight`` of the C++."""
 
 LARGEST_8_BITS = 0x7F70
@@ -48,7 +45,13 @@ LARGEST_8_BITS = 0x7F70
 MAX_RARE = 1 / 1024
 """Largest part of a weight's numbers that may be rare: their products are added one by one. Of normal ones 1 / 4000 is."""
 
-FORMATS = {torch.uint32: 0, torch.uint16: 1, torch.int32: 2, torch.uint8: 3, torch.int8: 4}
+FORMATS = {
+    torch.uint32: constant("kFloat32"),
+    torch.uint16: constant("kFloat16"),
+    torch.int32: constant("kPairs"),
+    torch.uint8: constant("kCodes"),
+    torch.int8: constant("kShortCodes"),
+}
 """``WeightFormat`` of the C++, by the dtype of packed weights."""
 
 NUMBERS = {torch.uint32: torch.float32, torch.uint16: torch.float16, torch.int32: torch.bfloat16}
