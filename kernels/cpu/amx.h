@@ -155,14 +155,8 @@ inline Lanes add_terms(const float* sums) {
 // Write the first `count` outputs of a row of two blocks.
 template <typename T>
 inline void write_row(const float* sums, int64_t count, const T* bias, const T* residual, T* output) {
-  Lanes x = add_terms<T>(sums), y = add_terms<T>(sums + kLanes);
-  if (count < kAmxOutputs) {
-    write_sums(x, count, bias, residual, output);
-    return write_sums(y, count - kLanes, bias ? bias + kLanes : nullptr, residual ? residual + kLanes : nullptr, output + kLanes);
-  }
-  for (const T* added : {bias, residual})
-    if (added) x += load_lanes(added), y += load_lanes(added + kLanes);
-  narrow_both(x, y, output);
+  for (int64_t i = 0; i < kAmxOutputs; i += kLanes)
+    write_sums(add_terms<T>(sums + i), count - i, bias ? bias + i : nullptr, residual ? residual + i : nullptr, output + i);
 }
 
 // Largest number of rows that stay in the L2 cache while they are multiplied with all outputs.

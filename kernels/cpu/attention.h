@@ -180,8 +180,7 @@ void attend_rows(const Head<S>& head, const Tile& tile, const X* const* keys, co
       multiply(scores[row], scales->values);
       units[row] = round_to_integers(scores[row], kTile, kLargestWeight, weights[row]);
     } else {
-      for (int64_t j = 0; j < kTile; j += 2 * kLanes)
-        narrow_both(load_lanes(scores[row] + j), load_lanes(scores[row] + j + kLanes), &weights[row][j]);
+      for (int64_t j = 0; j < kTile; j += kLanes) narrow_lanes(load_lanes(scores[row] + j), &weights[row][j]);
     }
   }
   const auto add = [&](auto vectors, int64_t d) {

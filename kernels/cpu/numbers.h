@@ -169,19 +169,14 @@ inline void narrow(float x, BFloat16* result) {
 
 inline void narrow_lanes(Lanes x, float* result) { store(x, result); }
 
+// Subnormal numbers may become zero.
 inline void narrow_lanes(Lanes x, BFloat16* result) {
+#ifdef __AVX512BF16__
+  store(_mm512_cvtneps_pbh(reinterpret<__m512>(x)), result);
+#else
   const Words bits = reinterpret<Words>(x), rounded = bits + 0x7fffu + (bits >> 16 & 1u);
   store(__builtin_convertvector((x == x ? rounded : bits | 0x400000u) >> 16, Halves), result);
-}
-
-// Write two vectors side by side; subnormal numbers may become zero.
-template <typename T>
-inline void narrow_both(Lanes x, Lanes y, T* result) {
-#ifdef __AVX512BF16__
-  if constexpr (std::is_same_v<T, BFloat16>) return store(_mm512_cvtne2ps_pbh(reinterpret<__m512>(y), reinterpret<__m512>(x)), result);
 #endif
-  narrow_lanes(x, result);
-  narrow_lanes(y, result + kLanes);
 }
 
 // Write the first `count` numbers of a vector, after adding those of the bias and of the residual stream, if given.
