@@ -6,6 +6,7 @@ Engines run on made-up machines, so that all decisions are the same in every run
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +33,7 @@ from titan.adaptive.controller import Controller
 from titan.adaptive.load import Outcome
 from titan.adaptive.measure import measure
 from titan.adaptive.pass_cost import PassCost
+from titan.adaptive.policy import BudgetPolicy
 from titan.adaptive.speculation import AdaptiveSpeculation
 from titan.core.batch import RaggedBatch
 from titan.core.draft_history import AcceptanceCounts
@@ -636,3 +638,25 @@ def test_growth_ends_early_where_the_host_can_look(zoo: Zoo, back_end: str, monk
     assert run_all(engine, PROMPTS[2:4], [greedy(10, ignore_eos=True)] * 2) == written(zoo, [0, 0, 10, 10])[2:]
     priced = [isinstance(spec, BeamSpec) and spec.worth is not None for specs in seen.growths.values() for spec in specs]
     assert len(priced) > 3 and any(priced) == (back_end != "triton")
+
+
+class Rash(BudgetPolicy):
+    """Sets the budgets that it was given, whatever is reserved."""
+
+    num_reserved = 2
+
+    def __init__(self, budgets: list[int]) -> None:
+        self.budgets = budgets
+
+    def decide(self, plan: StepPlan) -> None:
+        plan.draft_budgets[:] = self.budgets
+
+
+@pytest.mark.parametrize("budgets", [[3, 0], [0, -1], [2], [0, 0, 0]])
+def test_budgets_beyond_what_is_reserved_fail_the_step(zoo: Zoo, budgets: list[int]) -> None:
+    """Before anything is drafted: slots behind those of a request may be another one's."""
+    engine = make_engine(zoo.path("llama"), zoo.path("llama~"), speculation="fixed", num_kv_blocks=40)
+    engine.adaptive = Rash(budgets)
+    submit(engine, [[5] * 9, [6] * 9], [greedy(9)] * 2)
+    with pytest.raises(ValueError, match=rf"Rash.decide\(\) left draft_budgets={re.escape(str(budgets))}, .* that of \[2, 2\]"):
+        engine.step()

@@ -357,6 +357,8 @@ def test_a_prompt_may_come_from_the_standard_input(
     assert json.loads(capsys.readouterr().out)["prompt"] == "the\ndog"
     monkeypatch.setattr(sys, "stdin", StringIO())
     assert main(["generate", "-", *models]) == 2 and "prompt='' has no tokens" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["generate", "-", *models]) == 2 and "standard input" in capsys.readouterr().err
 
 
 def test_an_interrupt_while_a_command_is_imported_is_no_traceback(

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from titan.adaptive.controller import Controller
 from titan.adaptive.costs import Costs
 from titan.adaptive.pace import Pace
-from titan.adaptive.policy import BudgetPolicy
+from titan.adaptive.policy import BudgetPolicy, lower_budgets
 from titan.adaptive.profiler import Profiler
 from titan.adaptive.speculation import AdaptiveSpeculation
 from titan.claims import check_claim, claim, keep_claims
@@ -180,7 +180,7 @@ class Engine:
                 return expired
             watch.times.schedule += watch.lap()
             if adaptive is not None:
-                adaptive.decide(plan)
+                lower_budgets(adaptive, plan)
             watch.times.adapt += watch.lap()
             changed = self._run(plan, watch)
         self.counters.num_steps += 1

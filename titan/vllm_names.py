@@ -21,7 +21,7 @@ class LLMOptions(EngineOptions, total=False):
     tensor_parallel_size: Literal[1]
     pipeline_parallel_size: Literal[1]
     data_parallel_size: Literal[1]
-    enable_chunked_prefill: Literal[True]
+    enable_chunked_prefill: Literal[True, None]
     long_prefill_token_threshold: int
     speculative_config: Mapping[str, Any] | None
     enforce_eager: Literal[False]
@@ -110,11 +110,11 @@ TRANSLATIONS: Mapping[str, Translation] = {
     "tensor_parallel_size": _only(1, since=ONE_DEVICE),
     "pipeline_parallel_size": _only(1, since=ONE_DEVICE),
     "data_parallel_size": _only(1, since=ONE_DEVICE),
-    "enable_chunked_prefill": _only(True, since="prompts are always computed in chunks, beside the decodes of a step"),
+    "enable_chunked_prefill": _only(True, None, since="prompts are always computed in chunks, beside the decodes of a step"),
     "long_prefill_token_threshold": lambda name, value: {"prefill_chunk_size": check_integer(name, value, 0) or None},
     "speculative_config": _speculation,
-    "enforce_eager": _only(False, since="warm_up=False leaves the capture of CUDA graphs to their first use"),
-    "compilation_config": _only(None, since="warm_up=False leaves the capture of CUDA graphs to their first use"),
+    "enforce_eager": _only(False, since="CUDA graphs are always used; warm_up=False captures them when they are first needed"),
+    "compilation_config": _only(None, since="CUDA graphs are always used; warm_up=False captures them when they are first needed"),
     "quantization": _only(
         None, since="the config of a checkpoint says how it is quantised, and others are not quantised when they are loaded"
     ),

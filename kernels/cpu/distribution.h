@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <bit>
 #include <numeric>
 
 #include "team.h"
@@ -98,12 +99,12 @@ inline double mass_of(const Entry* begin, const Entry* end) {
   return std::accumulate(begin, end, 0.0, [](double sum, const Entry& each) { return sum + each.weight; });
 }
 
-// Put the fewest of the likeliest entries whose weights add up to `mass` first, or all; return how many these are.
+// Put the fewest of the likeliest entries whose weights add up to `mass` first, or all; return how many these are, at least one.
 inline int64_t find_nucleus(std::vector<Entry>& entries, double mass) {
+  Entry* const data = entries.data();
   int64_t first = 0, end = entries.size(); // it ends behind the first of these at least, and before `end` or there
   while (end - first > 1) {
     const int64_t middle = first + (end - first) / 2;
-    Entry* const data = entries.data();
     std::nth_element(data + first, data + middle, data + end, is_likelier);
     const double likelier = mass_of(data + first, data + middle);
     if (likelier >= mass)
@@ -112,6 +113,22 @@ inline int64_t find_nucleus(std::vector<Entry>& entries, double mass) {
       mass -= likelier, first = middle;
   }
   return first + 1;
+}
+
+// Return the largest weight from which on the weights of a row, of at most 1, add up to `mass`; the bits of such numbers are in their
+// order.
+inline float weight_reaching(const float* weights, double mass, int64_t size) {
+  int32_t low = 0, high = std::bit_cast<int32_t>(1.0f);
+  while (low < high) {
+    const int32_t middle = low + (high - low + 1) / 2;
+    const float least = std::bit_cast<float>(middle);
+    const double sum = sum_terms(size, [=](int64_t i) { return weights[i] >= least ? weights[i] : 0.0f; });
+    if (sum >= mass)
+      low = middle;
+    else
+      high = middle - 1;
+  }
+  return std::bit_cast<float>(low);
 }
 
 // Return a logit that `count` entries of a row reach, and few others do: of groups of entries, so many have one that does.
@@ -130,29 +147,39 @@ float reached_by(const T* logits, int64_t count, int64_t size) {
   return peaks[count - 1];
 }
 
-// Cut a row of weights, which add up to `total`, by top-k, top-p and min-p, and normalise them. The tokens that are kept are searched
-// among those that are likely enough that all others together are not needed.
+// Cut a row of weights, which add up to `total`, by top-k, top-p and min-p, and normalise them.
 template <typename T>
 void cut_row(const T* logits, const Options& options, double total, float* weights, int64_t size) {
-  const bool has_top_k = options.top_k > 0 && options.top_k < size;
-  const float least_logit = has_top_k ? reached_by(logits, options.top_k, size) : kMinusInfinity;
-  const double dispensable = (1 - options.top_p) * total / (2 * size); // tokens that weigh less do not add up to what top-p drops
-  const float least_weight = has_top_k ? 0 : std::max(options.min_p, static_cast<float>(dispensable));
-  std::vector<Entry> kept;
-  for (int64_t i = 0; i < size; ++i)
-    if (widen(logits[i]) >= least_logit && weights[i] >= least_weight) kept.push_back({widen(logits[i]), weights[i], i});
-  if (has_top_k) {
-    if (options.top_k < static_cast<int64_t>(kept.size())) {
-      std::nth_element(kept.begin(), kept.begin() + options.top_k, kept.end(), is_likelier);
-      kept.resize(options.top_k);
+  float above = -1;        // tokens that weigh more are kept
+  std::vector<Entry> some; // and these
+  const auto keep = [&](const auto& is_kept) {
+    for (int64_t i = 0; i < size; ++i)
+      if (is_kept(i)) some.push_back({widen(logits[i]), weights[i], i});
+  };
+  if (options.top_k > 0 && options.top_k < size) {
+    above = std::numeric_limits<float>::infinity();
+    const float least = reached_by(logits, options.top_k, size);
+    keep([&](int64_t i) { return widen(logits[i]) >= least; });
+    if (options.top_k < static_cast<int64_t>(some.size())) {
+      std::nth_element(some.begin(), some.begin() + options.top_k, some.end(), is_likelier);
+      some.resize(options.top_k);
     }
-    total = mass_of(kept.data(), kept.data() + kept.size());
-    std::erase_if(kept, [&](const Entry& each) { return each.weight < options.min_p; });
+    if (options.top_p < 1) some.resize(find_nucleus(some, options.top_p * mass_of(some.data(), some.data() + some.size())));
+  } else if (options.top_p < 1) {
+    above = weight_reaching(weights, options.top_p * total, size);
+    keep([&](int64_t i) { return weights[i] == above; });
+    const double mass = sum_terms(size, [=](int64_t i) { return weights[i] > above ? weights[i] : 0.0f; });
+    some.resize(find_nucleus(some, options.top_p * total - mass));
   }
-  if (options.top_p < 1) kept.resize(find_nucleus(kept, options.top_p * total));
-  const float scale = static_cast<float>(1 / mass_of(kept.data(), kept.data() + kept.size()));
-  std::fill_n(weights, size, 0.0f);
-  for (const Entry& each : kept) weights[each.token] = each.weight * scale;
+  std::erase_if(some, [&](const Entry& each) { return each.weight < options.min_p; });
+  const float least = options.min_p;
+  const double others = sum_terms(size, [=](int64_t i) {
+    return weights[i] = weights[i] > above && weights[i] >= least ? weights[i] : 0.0f;
+  });
+  for (const Entry& each : some) weights[each.token] = each.weight;
+  const float scale = static_cast<float>(1 / (others + mass_of(some.data(), some.data() + some.size())));
+#pragma omp simd
+  for (int64_t i = 0; i < size; ++i) weights[i] *= scale;
 }
 
 // Compute the distribution that a row is sampled from. At a temperature of 0 it is on one token; of equal ones, cuts keep the first.

@@ -222,7 +222,7 @@ constexpr int64_t num_lines(int64_t count) {
   return (count * sizeof(T) + sizeof(Line) - 1) / sizeof(Line);
 }
 
-// Working memory that is kept for the next call, with whatever is in it.
+// Working memory, with whatever is in it.
 class WorkingMemory {
 public:
   Line* lines(int64_t count) {

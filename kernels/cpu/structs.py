@@ -48,8 +48,8 @@ SpecStruct = _declared("AttentionSpec")
 LayerStruct = _declared("DecoderLayer")
 DecoderStruct = _declared("Decoder")
 NodeColumnsStruct = _declared("NodeColumns")
-_declared("Worth")  # a part of the next but one, as this is
-_declared("Options")
+for part_of_growth in ("Worth", "Options"):
+    _declared(part_of_growth)
 TREE_GROWTH = np.dtype(_declared("TreeGrowth"))
 GrowingStruct = _declared("Growing")
 TreesStruct = _declared("VerifiedTrees")

@@ -80,7 +80,7 @@ class CudaCache(TorchCache):
                         arrived = group.new_empty(len(targets[piece]), *blocks.shape[1:])
                         for away, here in runs(sources[piece], np.arange(len(arrived))):
                             arrived[here].copy_(blocks[away], non_blocking=True)
-                        as_rows(group).index_copy_(0, rows, arrived.transpose(0, 1).flatten(0, 1))
+                        as_rows(group)[rows.view(len(group), -1)] = arrived.transpose(0, 1)
             finally:  # without memory for the next piece, those before it are on their way
                 self._arrival = self._stream.record_event()
                 self._arriving.update(targets.tolist())

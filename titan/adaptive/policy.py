@@ -28,7 +28,7 @@ class BudgetPolicy(Protocol):
 
     @abstractmethod
     def decide(self, plan: StepPlan) -> None:
-        """Lower the budgets of a plan, for which room is reserved; none may be raised. Worths and reviews may be set as well."""
+        """Lower the budgets of a plan, for which room is reserved; worths and reviews may be set as well."""
 
     def observe(self, plan: StepPlan, acceptance: Acceptance, report: ReviewReport, times: StepTimes) -> None:  # noqa: ARG002
         """Learn from a step whose tokens have been appended; not called for one of which passes had to run again.
@@ -48,3 +48,17 @@ class BudgetPolicy(Protocol):
             mean_draft_tokens: per request and step, since the start.
         """
         return None
+
+
+def lower_budgets(policy: BudgetPolicy, plan: StepPlan) -> None:
+    """Let a policy lower the budgets of a plan.
+
+    Raises:
+        ValueError: it left a row without one, or raised one: slots beyond those that are reserved may be another request's.
+    """
+    reserved = [*plan.draft_budgets]
+    policy.decide(plan)
+    left = plan.draft_budgets
+    if len(left) != len(reserved) or not all(0 <= budget <= most for budget, most in zip(left, reserved, strict=True)):
+        name = type(policy).__name__
+        raise ValueError(f"{name}.decide() left draft_budgets={left}, which is not allowed: each is from 0 to that of {reserved}")

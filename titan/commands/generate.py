@@ -83,10 +83,13 @@ def main(argv: Sequence[str]) -> int:
     for name in DRAFT_MODEL_OPTIONS:
         if name in options and is_registered(draft_model):
             raise ValueError(f"{flag(name)} needs a draft model, which {draft_model!r} is not")
-    draft = None if draft_model == "none" else draft_model
+    draft, text = None if draft_model == "none" else draft_model, args.prompt
+    if text == "-":
+        if sys.stdin is None:  # it was closed, as by <&-
+            raise ValueError("the prompt - is what the standard input has, which is closed")
+        text = sys.stdin.read().removesuffix("\n")
     llm = LLM(args.model, draft, max_batch_size=1, enable_prefix_caching=False, generation_config="vllm", **options)
     plain_params = replace(params, use_speculative=False)
-    text = sys.stdin.read().removesuffix("\n") if args.prompt == "-" else args.prompt
     prompt: Prompt = text
     if args.chat:
         try:
