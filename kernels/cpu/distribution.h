@@ -9,7 +9,7 @@
 
 namespace {
 
-constexpr int kChunk = 512;  // numbers that are summed before their sum is added to a double
+constexpr int kChunk = 512;   // numbers that are summed before their sum is added to a double
 constexpr int kSearched = 64; // logits skipped together if none of them is large enough
 
 // `OPTIONS` of `titan/core/sampling_rows.py`.
@@ -21,6 +21,8 @@ struct Options {
   uint64_t seed;
   int64_t position; // of the token that is sampled
 };
+
+inline bool has_top_k(const Options& options, int64_t size) { return options.top_k > 0 && options.top_k < size; }
 
 // Sum term(i) for i in 0 .. size - 1: in float within chunks, whose sums are added in double.
 template <typename Term>
@@ -34,6 +36,15 @@ inline double sum_terms(int64_t size, const Term& term) {
     total += sum;
   }
   return total;
+}
+
+// Return the largest of some logits that is not NaN, or -inf.
+template <typename T>
+float largest_of(const T* logits, int64_t count) {
+  float largest = kMinusInfinity;
+#pragma omp simd reduction(max : largest)
+  for (int64_t i = 0; i < count; ++i) largest = std::max(largest, widen(logits[i]));
+  return largest;
 }
 
 // Find the largest entries of a row, in descending order, ties in their order in the row; return whether none is NaN.
@@ -135,28 +146,23 @@ inline float weight_reaching(const float* weights, double mass, int64_t size) {
 template <typename T>
 float reached_by(const T* logits, int64_t count, int64_t size) {
   std::vector<float> peaks;
-  for (int64_t start = 0; start < size; start += kSearched) {
-    const int64_t end = std::min(start + kSearched, size);
-    float peak = kMinusInfinity;
-#pragma omp simd reduction(max : peak)
-    for (int64_t i = start; i < end; ++i) peak = std::max(peak, widen(logits[i]));
-    peaks.push_back(peak);
-  }
+  for (int64_t start = 0; start < size; start += kSearched)
+    peaks.push_back(largest_of(logits + start, std::min<int64_t>(kSearched, size - start)));
   if (count > static_cast<int64_t>(peaks.size())) return kMinusInfinity;
   std::nth_element(peaks.begin(), peaks.begin() + count - 1, peaks.end(), std::greater<>());
   return peaks[count - 1];
 }
 
-// Cut a row of weights, which add up to `total`, by top-k, top-p and min-p, and normalise them.
+// Cut a row of weights, which add up to `total`, by top-k, top-p and min-p; return what those that are left add up to.
 template <typename T>
-void cut_row(const T* logits, const Options& options, double total, float* weights, int64_t size) {
+double cut_row(const T* logits, const Options& options, double total, float* weights, int64_t size) {
   float above = -1;        // tokens that weigh more are kept
   std::vector<Entry> some; // and these
   const auto keep = [&](const auto& is_kept) {
     for (int64_t i = 0; i < size; ++i)
       if (is_kept(i)) some.push_back({widen(logits[i]), weights[i], i});
   };
-  if (options.top_k > 0 && options.top_k < size) {
+  if (has_top_k(options, size)) {
     above = std::numeric_limits<float>::infinity();
     const float least = reached_by(logits, options.top_k, size);
     keep([&](int64_t i) { return widen(logits[i]) >= least; });
@@ -177,9 +183,7 @@ void cut_row(const T* logits, const Options& options, double total, float* weigh
     return weights[i] = weights[i] > above && weights[i] >= least ? weights[i] : 0.0f;
   });
   for (const Entry& each : some) weights[each.token] = each.weight;
-  const float scale = static_cast<float>(1 / (others + mass_of(some.data(), some.data() + some.size())));
-#pragma omp simd
-  for (int64_t i = 0; i < size; ++i) weights[i] *= scale;
+  return others + mass_of(some.data(), some.data() + some.size());
 }
 
 // Compute the distribution that a row is sampled from. At a temperature of 0 it is on one token; of equal ones, cuts keep the first.
@@ -192,14 +196,12 @@ void distribution_row(const T* logits, const Options& options, float* probs, int
     if (token >= 0) probs[token] = 1;
     return;
   }
-  float largest = kMinusInfinity;
-#pragma omp simd reduction(max : largest)
-  for (int64_t i = 0; i < size; ++i) largest = std::max(largest, widen(logits[i]));
-  const double total = sum_terms(size, [=](int64_t i) { // the inverse of a tiny temperature may be infinite
+  const float largest = largest_of(logits, size);
+  double total = sum_terms(size, [=](int64_t i) { // the inverse of a tiny temperature may be infinite
     return probs[i] = exponential((widen(logits[i]) - largest) / options.temperature);
   });
-  const bool has_cuts = (options.top_k > 0 && options.top_k < size) || options.top_p < 1 || options.min_p > 0;
-  if (has_cuts && std::isfinite(total)) return cut_row(logits, options, total, probs, size);
+  const bool has_cuts = has_top_k(options, size) || options.top_p < 1 || options.min_p > 0;
+  if (has_cuts && std::isfinite(total)) total = cut_row(logits, options, total, probs, size);
   const float scale = static_cast<float>(1.0 / total);
 #pragma omp simd
   for (int64_t i = 0; i < size; ++i) probs[i] *= scale;

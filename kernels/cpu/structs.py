@@ -48,8 +48,8 @@ SpecStruct = _declared("AttentionSpec")
 LayerStruct = _declared("DecoderLayer")
 DecoderStruct = _declared("Decoder")
 NodeColumnsStruct = _declared("NodeColumns")
-for part_of_growth in ("Worth", "Options"):
-    _declared(part_of_growth)
+_declared("Worth")  # this and "Options" are parts of the next one
+_declared("Options")
 TREE_GROWTH = np.dtype(_declared("TreeGrowth"))
 GrowingStruct = _declared("Growing")
 TreesStruct = _declared("VerifiedTrees")

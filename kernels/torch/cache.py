@@ -31,22 +31,23 @@ class TorchCache:
 
     def move_paths(self, kv: KVTensor, moves: Sequence[PathMove]) -> None:
         old_blocks, old, new_blocks, new = path_places(moves, kv.block_size)
-        for plane in planes(kv):
-            olds, news = (layer_rows(plane, each) for each in (old_blocks, new_blocks))
-            offsets = (np.tile(each, plane.shape[0]) for each in (old, new))
-            sources, targets, from_offsets, to_offsets = self._upload([olds, news, *offsets])
+        moved, columns = [*planes(kv)], list[Ints]()
+        for plane in moved:
+            columns += [layer_rows(plane, old_blocks), layer_rows(plane, new_blocks)]
+            columns += [np.tile(offsets, len(plane)) for offsets in (old, new)]
+        uploaded = iter(self._upload(columns))
+        for plane, sources, targets, from_offsets, to_offsets in zip(moved, *[uploaded] * 4, strict=True):
             rows = as_rows(plane)
             rows[targets, :, :, to_offsets] = rows[sources, :, :, from_offsets]
 
     def copy_blocks(self, kv: KVTensor, sources: Ints, targets: Ints) -> None:
-        for group in kv.groups:
-            olds, news = self._upload([layer_rows(group, each) for each in (sources, targets)])
+        uploaded = iter(self._upload([layer_rows(group, each) for group in kv.groups for each in (sources, targets)]))
+        for group, olds, news in zip(kv.groups, uploaded, uploaded, strict=True):
             rows = as_rows(group)
             rows.index_copy_(0, news, rows.index_select(0, olds))
 
     def clear_blocks(self, kv: KVTensor, block_ids: Ints) -> None:
-        for group in kv.groups:
-            [rows] = self._upload([layer_rows(group, block_ids)])
+        for group, rows in zip(kv.groups, self._upload([layer_rows(group, block_ids) for group in kv.groups]), strict=True):
             as_rows(group).index_fill_(0, rows, 0)
 
     def gather_blocks(self, source: KVTensor, target: KVTensor, block_ids: Ints) -> None:
