@@ -39,7 +39,7 @@ def test_auto_takes_what_is_expected_to_be_shorter(mode: str, block_s: float, pa
 @pytest.mark.parametrize("pays", [True, False])
 def test_an_engine_goes_by_its_measured_passes(zoo: Zoo, pays: bool) -> None:
     engine = make_engine(zoo.path("llama"), zoo.path("llama~"), speculation="adaptive", swap_space=2**20, **SCARCE)
-    rule, cost = engine.scheduler.swap_rule, engine._profiler.target
+    rule, cost = engine.scheduler.queues.swap_rule, engine._profiler.target
     assert cost is not None and rule.pass_s == cost.predict and rule.block_s > 0
     rule.pass_s = lambda rows, context: rows * 1e3 * pays
     submit(engine, random_prompts(8, seed=1, max_len=45), [greedy(20, ignore_eos=True)] * 8)
@@ -49,7 +49,7 @@ def test_an_engine_goes_by_its_measured_passes(zoo: Zoo, pays: bool) -> None:
 
 def test_copies_of_fewer_bytes_take_less_time(zoo: Zoo) -> None:
     engine = make_engine(zoo.path("llama"), zoo.path("llama~"), swap_space=2**20, **SCARCE)
-    rule = engine.scheduler.swap_rule
+    rule = engine.scheduler.queues.swap_rule
     of_both = rule.block_s
     engine.swap_draft("ngram")
     assert rule.block_s == pytest.approx(of_both / 2)

@@ -482,7 +482,7 @@ def test_blocks_kept_for_one_that_starts_again_are_not_given_to_new_ones() -> No
     world = World(10, max_batch_size=4)
     first, again = (world.add([token] * (3 * BLOCK_SIZE - 3), 30, ignore_eos=True) for token in (1, 2))
     world.step(0, Random(0))
-    world.scheduler.preempt(again)
+    world.scheduler.queues.preempt(again)
     short, long = (world.add([token] * length, 30, ignore_eos=True) for token, length in ((3, 2), (4, 3 * BLOCK_SIZE - 3)))
     plan = world.step(0, Random(0))
     assert world.scheduler.running == [first, again, short] and plan.shortage == "blocks"
@@ -715,7 +715,7 @@ def test_a_copy_that_fails_for_a_sibling_of_requests_that_end_loses_nothing_of_t
 def test_a_completion_that_ends_costs_no_look_at_those_that_wait_or_have_their_prompt() -> None:
     world, random = World(8, max_batch_size=2), Random(0)
     first = world.add([1] * 10, 1, ignore_eos=True, n=30)
-    with patch.object(world.scheduler, "ensure_kv", wraps=world.scheduler.ensure_kv) as ensure_kv:
+    with patch.object(world.scheduler.queues, "ensure_kv", wraps=world.scheduler.queues.ensure_kv) as ensure_kv:
         world.drain(random)
     assert all(each.is_finished for each in first.family) and ensure_kv.call_count < 3 * 30
 

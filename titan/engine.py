@@ -473,9 +473,9 @@ class Engine:
 
     def _inform_swap_rule(self) -> None:
         """Give the swap rule the costs of a block's copies, and of the target's passes, if they have been measured."""
-        self.scheduler.swap_rule.block_s = self._byte_s * self.kv.bytes_per_block
+        self.scheduler.queues.swap_rule.block_s = self._byte_s * self.kv.bytes_per_block
         if self._profiler.target is not None:
-            self.scheduler.swap_rule.pass_s = self._profiler.target.predict  # adaptive speculation keeps these up to date
+            self.scheduler.queues.swap_rule.pass_s = self._profiler.target.predict  # adaptive speculation keeps these up to date
 
 
 def _warm_up(config: EngineConfig, passes: Sequence[WarmUp]) -> None:

@@ -69,4 +69,4 @@ def test_copy_of_swapped_bytes(measure: Callable[..., Any], swap_pair: tuple[str
 def test_recompute(benchmark: Any, swap_pair: tuple[str, str], seed: int) -> None:
     """A step that computes a preempted request again, prompt and all."""
     engine, request = make_running(swap_pair, seed)
-    benchmark.pedantic(engine.step, setup=lambda: engine.scheduler.preempt(request), rounds=NUM_ROUNDS)
+    benchmark.pedantic(engine.step, setup=lambda: engine.scheduler.queues.preempt(request), rounds=NUM_ROUNDS)

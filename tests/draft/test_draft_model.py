@@ -176,7 +176,7 @@ def test_a_sampled_output_is_its_own_whatever_the_neighbours_chunks_and_preempti
 
     def preempt(step: int) -> None:
         for request in chunked.scheduler.running[-2:] if step % 3 == 2 else ():
-            chunked.scheduler.preempt(request)
+            chunked.scheduler.queues.preempt(request)
 
     assert run_all(chunked, PROMPTS, SAMPLED, before_step=preempt) == alone
     assert chunked.counters.num_preemptions > len(PROMPTS) / 2

@@ -9,48 +9,30 @@ from __future__ import annotations
 
 import sys
 import time
-import warnings
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TypeVar
 
-from titan.core.checks import shown
 from titan.core.metrics import EngineCounters
 from titan.core.options import ScheduleOptions
-from titan.core.out_of_memory import is_out_of_memory
 from titan.core.outputs import RequestMetrics
-from titan.core.policy import SchedulingPolicy
 from titan.core.request import FinishReason, Request
 from titan.core.step import Acceptance, StepPlan
 from titan.memory.kv_cache import KVCache
 from titan.schedule.admission import max_num_blocks
 from titan.schedule.heap import Heap
-from titan.schedule.policies.fair import FairPolicy
-from titan.schedule.policies.fcfs import FcfsPolicy
-from titan.schedule.policies.priority import PriorityPolicy
-from titan.schedule.preemption import SwapRule
-from titan.schedule.rows import RowChooser
-from titan.schedule.service import ServiceLog
+from titan.schedule.queues import RequestQueues
+from titan.schedule.rows import PrefillLimit, RowChooser
 from titan.schedule.stopping import append_tokens, fail_if_unreadable, mark_failed
 
 Lookahead = Callable[[Sequence[Request], Sequence[int]], Sequence[int]]
 """Returns how many slots after the root the drafter would like to write for each request, given the number of its draft nodes: at
 least as many, more for a beam."""
 
-PrefillLimit = Callable[[int, int, int], int]
-"""Returns how many prompt tokens a step may take, at least 1, given the number of requests that decode, the computed tokens of all
-running requests, and the maximum."""
-
-T = TypeVar("T")
-
-_POLICIES: Mapping[str, Callable[[], SchedulingPolicy]] = {"fcfs": FcfsPolicy, "priority": PriorityPolicy, "fair": FairPolicy}
-
 
 class Scheduler:
-    """Holds the waiting and the running requests.
+    """Chooses what each step runs, and takes requests in and out.
 
-    A request enters one of the two before it leaves the other, and when it ends, it leaves last of all: so an interrupt loses none.
+    A request that ends leaves its queue last of all: so an interrupt loses none.
 
     Args:
         options: how many requests and tokens may run, how many wait, and in which order.
@@ -72,13 +54,9 @@ class Scheduler:
         self.kv = kv
         self.counters = counters
         self.clock = clock
-        policy = options.scheduling_policy
-        self.policy = _POLICIES[policy]() if isinstance(policy, str) else policy
-        self.swap_rule = SwapRule(options.preemption_mode, options.prefill_chunk_size or options.max_num_batched_tokens)
-        self.waiting: dict[Request, None] = {}  # in no particular order: the policy has its own
-        self.running: list[Request] = []  # in order of their start
-        self.service = ServiceLog()
-        self.prefill_limit = prefill_limit
+        self.queues = queues = RequestQueues(options, kv, counters, clock)
+        self.policy, self.waiting, self.running, self.service = queues.policy, queues.waiting, queues.running, queues.service
+        self._prefill_limit = prefill_limit
         self._expiries: Heap[Request] = Heap()  # unfinished requests by the time at which they are aborted
 
     @property
@@ -107,7 +85,7 @@ class Scheduler:
                 f"request {request.request_id} is refused; add it again after some steps"
             )
         try:
-            self._queue(request)
+            self.queues.queue(request)
         except RuntimeError as error:  # the policy would never start it
             self._drop(request, str(error))
             del self.waiting[request]
@@ -132,7 +110,7 @@ class Scheduler:
         assert not request.is_finished
         request.finish_reason, request.error = reason, error
         if request in self.waiting:
-            self._tell(self.policy.remove, request)
+            self.queues.tell(self.policy.remove, request)
         elif request not in self.running:
             self._count_finished(request)
             return
@@ -207,78 +185,12 @@ class Scheduler:
             max_draft_len: longest context that the same drafter takes, a request's tokens with its drafts.
         """
         self.kv.await_copies()
-        plan = RowChooser(self, max_draft_tokens, max_draft_len).choose()
+        plan = RowChooser(self.queues, self.options, self._prefill_limit, max_draft_tokens, max_draft_len).choose()
         wanted = lookahead(plan.requests, plan.draft_budgets)
         for request, budget, num_slots in zip(plan.requests, plan.draft_budgets, wanted, strict=True):
             is_more = num_slots > budget and self.kv.reserve(request, request.num_tokens + num_slots)
             plan.num_slots.append(num_slots if is_more else budget)
         return plan
-
-    def consult(self, ask: Callable[..., T], *args: object) -> T:
-        """Return what a method of the policy returns.
-
-        Raises:
-            RuntimeError: it failed; the message names the policy.
-        """
-        try:
-            return ask(*args)
-        except Exception as error:
-            raise self._policy_failed(error) from error
-
-    def first(self) -> Request:
-        """Return the waiting request that starts next."""
-        request = self.consult(self.policy.first, self.clock())
-        if request not in self.waiting:
-            raise RuntimeError(f"the scheduling policy {self.policy.name!r} starts {shown(request)}, which does not wait")
-        return request
-
-    def in_prefill_order(self, prefills: Sequence[Request]) -> Sequence[Request]:
-        """Return running requests whose prompts are being computed in the policy's order."""
-        if len(prefills) < 2:
-            return prefills
-        ordered = self.consult(self.policy.prefill_order, prefills, self.clock())
-        if Counter(ordered) != Counter(prefills):
-            raise RuntimeError(
-                f"the scheduling policy {self.policy.name!r} orders prompts as {shown(ordered)}: allowed are {shown(prefills)}, "
-                f"each once"
-            )
-        return ordered
-
-    def start(self, request: Request) -> None:
-        """Start a waiting request with the KV that is already computed, or without KV while a sibling is computing its prompt."""
-        if not request.awaits_sibling:
-            self._admit(request)
-        self.running.append(request)
-        self.consult(self.policy.remove, request)
-        del self.waiting[request]
-
-    def ensure_kv(self, request: Request) -> bool:
-        """Give a running request that awaited a sibling its KV, if that is computed and there is room; return whether it has KV."""
-        if request.block_ids:
-            return True
-        if request not in self.running or request.awaits_sibling:
-            return False
-        if self.kv.num_missing_blocks(request, request.num_tokens) > self.kv.pool.num_free:
-            return False
-        self._admit(request)
-        return True
-
-    def check_runs(self, request: object) -> None:
-        """Raise a `RuntimeError` if what the policy wants to preempt is no request that runs."""
-        if request not in self.running:
-            raise RuntimeError(f"the scheduling policy {self.policy.name!r} preempts {shown(request)}, which does not run")
-
-    def preempt(self, request: Request) -> None:
-        """Take a running request's blocks away and queue it again; its KV goes to the swap space, or is computed again."""
-        self.check_runs(request)
-        if self.swap_rule.prefers_swap(request) and self._swap_out(request):
-            self.counters.num_swapped_out += 1
-        else:
-            self.kv.free(request)
-        request.metrics.num_preemptions += 1
-        self.counters.num_preemptions += 1
-        self._queue(request)
-        self.running.remove(request)
 
     def update(self, plan: StepPlan, acceptance: Acceptance) -> list[Request]:
         """Advance counters, append tokens, and finish the requests that ended.
@@ -303,7 +215,7 @@ class Scheduler:
                 try:  # in place: by `consult`, each row would take three times as long
                     self.policy.serve(request, 0, num_emitted)
                 except Exception as fault:
-                    raise self._policy_failed(fault) from fault
+                    raise self.queues.failed(fault) from fault
                 if request.logprobs is not None:
                     request.add_logprobs(acceptance.logprobs[i][:num_emitted])
                 if request.metrics.first_token_time is None:
@@ -340,57 +252,11 @@ class Scheduler:
             return failed
         for sibling in [each for each in self.running if not each.block_ids and id(each.siblings) in families]:
             try:
-                self.ensure_kv(sibling)
+                self.queues.ensure_kv(sibling)
             except Exception as error:  # noqa: BLE001 - whatever ends one request, the others' outputs are returned
                 self.fail(sibling, f"{type(error).__name__}: {error}")
                 failed.append(sibling)
         return failed
-
-    def _queue(self, request: Request) -> None:
-        self.waiting[request] = None
-        self.consult(self.policy.add, request)
-
-    def _policy_failed(self, error: Exception) -> RuntimeError:
-        return RuntimeError(f"the scheduling policy {self.policy.name!r} failed: {type(error).__name__}: {error}")
-
-    def _tell(self, tell: Callable[[Request], None], request: Request) -> None:
-        """Tell the policy of a request that has ended, and goes whatever the policy does: if that fails, warn."""
-        try:
-            self.consult(tell, request)
-        except RuntimeError as error:
-            warnings.warn(f"{error}, which ends no request", RuntimeWarning, stacklevel=2)
-
-    def _swap_out(self, request: Request) -> bool:
-        """Move a request's KV to the swap space; return whether there was room, and memory for the copy."""
-        try:
-            return self.kv.swap_out(request)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            return False
-
-    def _admit(self, request: Request) -> None:
-        """Give a request the KV that is already computed; without memory for copies, it is computed again."""
-        is_swapped = request.is_swapped
-        try:
-            self.kv.admit(request)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-        else:
-            if is_swapped:
-                self.counters.num_swapped_in += 1
-                return
-        metrics = request.metrics
-        num_cached_tokens = request.num_cached_blocks * self.kv.block_size
-        self.counters.num_cached_tokens += num_cached_tokens
-        self.counters.num_admitted_tokens += request.num_tokens
-        if metrics.first_scheduled_time is None:
-            metrics.first_scheduled_time = self.clock()
-            metrics.num_cached_tokens = num_cached_tokens
-            num_prompt_tokens = max(0, request.num_prompt_tokens - request.num_computed_tokens)
-            self.consult(self.policy.serve, request, num_prompt_tokens, 0)
-            self.service.start(request, num_prompt_tokens, metrics.first_scheduled_time)
 
     def _finish(self, request: Request) -> None:
         """Release what a request held, and let it leave; of one that failed, for whatever reason, no prefix stays cached."""
@@ -402,7 +268,7 @@ class Scheduler:
         if request.detokenizer is not None and not isinstance(request.stop_reason, str):
             with fail_if_unreadable(request):
                 request.detokenizer.finish()  # text truncated at a stop string is already complete
-        self._tell(self.policy.end, request)
+        self.queues.tell(self.policy.end, request)
         if request in self.waiting:
             del self.waiting[request]
         else:
