@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from titan.adaptive.controller import Controller, Decision
+from titan.adaptive.controller import Controller
 from titan.adaptive.costs import Costs
-from titan.adaptive.load import Candidate, Load, Outcome
+from titan.adaptive.load import Candidate, Decision, Load, Outcome
 from titan.adaptive.pass_cost import PassCost
 from titan.adaptive.rest import Rest
 from titan.core.draft_history import AcceptanceCounts

@@ -12,9 +12,10 @@ import pytest
 from adaptive_simulator import MACHINES, Fixed, Fleet, Machine, Policy, Text, compare, controller_of, expected_rate, gain_of_fixed
 from adaptive_traffic import against_off
 
-from titan.adaptive.controller import IDLE_FADE, NUM_PLAIN, PLAIN_GAIN, PLAIN_STEPS, Controller
+from titan.adaptive.controller import NUM_PLAIN, PLAIN_GAIN, PLAIN_STEPS, Controller
 from titan.adaptive.costs import COLD_PLAIN_STEPS, Costs
 from titan.adaptive.host_time import FIRST_STEPS
+from titan.adaptive.lessons import IDLE_FADE
 from titan.adaptive.load import Candidate, Load, Outcome
 from titan.adaptive.optimum import DEBT_STEPS, Prices, best
 from titan.adaptive.pass_cost import PassCost
@@ -437,7 +438,7 @@ def test_a_probe_that_shows_no_more_than_was_hoped_for_changes_nothing(is_right:
     """Drafts so poor that not even a standard error more would pay; comparing once more would take a third of a step."""
     controller, usual = controller_of(DEMO), Outcome(0, 0, 0, 0, DEMO.host(8, 0) + DEMO.target(8, 800), 0.0, DEMO.target(8, 800))
     load = Load([Candidate(counts(0.05, 20.0), 6, 20, 256, True, num_reviewable=16) for _ in range(8)], 8, 800)
-    controller.fleet = counts(0.05, 20.0)
+    controller.fleet = controller._lessons.fleet = counts(0.05, 20.0)
     while not (decision := controller.choose(load)).probed:
         controller.observe(usual)
     for i in decision.reviewed:
@@ -737,7 +738,7 @@ def test_drafting_ends_where_it_brings_less_than_was_planned(share: float, tells
             continue
         num_drafting += not decision.is_probe
         nodes = decision.num_nodes
-        expected = sum(p * (1 - p**count) / (1 - p) for p, count in zip(controller._estimates.means, nodes, strict=True))
+        expected = sum(p * (1 - p**count) / (1 - p) for p, count in zip(controller.compared.estimates.means, nodes, strict=True))
         passes, rows = max(nodes), sum(nodes)
         draft, target = passes * BIG.draft(rows / passes, 400), BIG.target(4 + rows, 400)
         seconds = BIG.host(4, sum(map(bool, nodes))) + draft + target

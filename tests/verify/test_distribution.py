@@ -30,8 +30,8 @@ from tiny_models import make_model, reference_logits
 from torch import Tensor
 from zoo import Zoo
 
-from titan.adaptive.controller import Controller, Decision
-from titan.adaptive.load import Load
+from titan.adaptive.controller import Controller
+from titan.adaptive.load import Decision, Load
 from titan.core.growth import Worth
 from titan.core.random import Purpose
 from titan.core.sampling_params import SamplingParams
@@ -265,7 +265,8 @@ def spiteful(controller: Controller, load: Load, has_room: bool) -> Decision:
     num_nodes = [
         min(each.max_nodes, int(6 * share)) if share > 0.45 else 0 for each, share in zip(load.candidates, rejected, strict=True)
     ]
-    controller.optimum = replace(controller.optimum, num_nodes=[each.max_nodes for each in load.candidates])
+    optimum = replace(controller.optimum, num_nodes=[each.max_nodes for each in load.candidates])
+    controller.compared = replace(controller.compared, optimum=optimum)
     if not has_room:
         num_nodes = [0] * len(num_nodes)
     worth = Worth(agreement=0.9, acceptance=0.8, node_price=0.05, row_price=0.01, pass_price=0.3)

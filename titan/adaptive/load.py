@@ -1,4 +1,4 @@
-"""A step as the controller sees it."""
+"""A step as the controller sees it: what there is to run, what is decided, and what comes of it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from titan.core.draft_history import AcceptanceCounts
+from titan.core.growth import Worth
 
 MAX_MISSING = 2
 """Tokens that a draft may lack of a request that it was fed in the step before."""
@@ -41,6 +42,29 @@ class Load(NamedTuple):
     def num_lasting(self) -> int:
         """Rows that steps like this one have: prompts that end are over in the next."""
         return self.num_rows - self.num_ending
+
+
+class Decision(NamedTuple):
+    """What each candidate drafts."""
+
+    num_nodes: list[int]  # 0: nothing
+    most_nodes: Sequence[int]  # up to which growth may go on, if it is worth it
+    worths: Sequence[Worth | None]  # where growth ends, by confidence; None: at `num_nodes`
+    probed: Sequence[int] = ()  # candidates that show whether it would pay, by a node of their own or by a review
+    reviewed: Sequence[int] = ()  # those of them that are reviewed
+    is_probe: bool = False  # whether a probe is all that there is
+    is_steady: bool = False  # whether it may be repeated: some draft, the draft was fed all of these, and none is probed
+
+    @classmethod
+    def nothing(cls, load: Load) -> Decision:
+        """Return the decision that no candidate drafts."""
+        nobody = [0] * len(load.candidates)
+        return cls(nobody, nobody, [None] * len(load.candidates))
+
+    @property
+    def drafts(self) -> bool:
+        """Whether any candidate drafts."""
+        return any(self.num_nodes)
 
 
 class Outcome(NamedTuple):
