@@ -93,6 +93,7 @@ class AdaptiveBench:
         self._target, self._tokenizer = load_target(args, self._backend)
         self._drafts: Models = {}
         self._engines: dict[str, Engine] = {}
+        self._profile_s = 0.0  # that measuring passes took at most
         if not args.first_steps:
             self._engines = {setting: self._make_engine(setting) for setting in self.settings}
 
@@ -132,6 +133,7 @@ class AdaptiveBench:
         engine = Engine(EngineConfig.of(**options), self._target, tokenizer=self._tokenizer, backend=self._backend)
         if setting != OFF:
             engine.swap_draft(self._make_drafter(engine))
+        self._profile_s = max(self._profile_s, engine.metrics().profile_s)
         return engine
 
     def _make_drafter(self, engine: Engine) -> Drafter:
@@ -161,7 +163,8 @@ class AdaptiveBench:
             f"{GAIN}, {SHARE}: median over the rounds of the ratio within a round, and its 95 % bootstrap interval, of fewer than "
             f"{MIN_ROUNDS} rounds their range; the best fixed setting is the one with the most tokens/s there. {ALL}: geometric "
             f"mean over the requests at once, so that {SHARE} is that of the best single one. nodes/step: draft tokens verified "
-            "per request and step; tokens/step: emitted. adapt: share of decode steps that deciding and learning take.",
+            "per request and step; tokens/step: emitted. adapt: share of decode steps that deciding and learning take. Measuring "
+            f"the costs of passes took an engine at most {self._profile_s:.1f} s.",
         ]
         results: dict[str, Sequence[Row | Sample]] = {"rows": rows, "samples": samples}
         tables = [figure_table("Tokens/s", rows, ["at once", "setting"], COLUMNS)]

@@ -502,6 +502,32 @@ def test_passes_are_measured_within_all_limits(zoo: Zoo, draft: str, limits: dic
     assert run_all(engine, [prompt], [greedy(3, ignore_eos=True)]) == [zoo.greedy("llama", prompt, 3, ignore_eos=True)]
 
 
+@pytest.mark.parametrize(("target_ms", "draft_ms"), [(90, 25), (400, 100)])
+def test_a_profile_takes_less_than_three_seconds(
+    zoo: Zoo, target_ms: float, draft_ms: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes of 64 rows take twice as long as those of one, which take half a second of a target of 8 B on a laptop's CPU."""
+    now = 0.0
+    for module in ("titan.adaptive.measure", "titan.adaptive.profiler", "titan.kernels.growth"):
+        monkeypatch.setattr(f"{module}.time", SimpleNamespace(perf_counter=lambda: now))
+    engine = adaptive_engine(zoo, None, backend=make_back_end("torch"), max_batch_size=64, num_kv_blocks=128)
+    target = engine.runner
+    forward = type(target).forward
+
+    def forward_slowly(runner: Any, batch: RaggedBatch, *args: Any) -> Tensor:
+        nonlocal now
+        now += (target_ms if runner is target else draft_ms) / 1e3 * (1 + len(batch.token_ids) / 64)
+        return forward(runner, batch, *args)
+
+    monkeypatch.setattr(type(target), "forward", forward_slowly)
+    engine.swap_draft(zoo.path("llama~"))
+    found = engine.metrics()
+    assert 0 < found.profile_s == pytest.approx(now) and now < 3, now
+    assert (
+        found.speculation is not None and found.speculation.target_context_token == 0.0 and len(found.speculation.target_pass) > 1
+    )
+
+
 @pytest.mark.parametrize("back_end", ["cpu", "torch"])
 def test_passes_of_a_draft_cost_what_its_growth_reports(zoo: Zoo, back_end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not what else growth takes, which is the host's time of a step that drafts."""

@@ -75,6 +75,7 @@ class EngineMeter:
             draft_vocabulary=drafting.shared_vocabulary,
             draft_weight_bits=drafting.weight_bits,
             graph_hit_rate=self.passes.hit_rate,
+            profile_s=self.profiler.seconds,
             speculation=None if adaptive is None else adaptive.metrics(ratio(num_proposed, counters.num_sequence_steps)),
         )
 

@@ -16,7 +16,7 @@ from titan.core.proposals import placeholder_chains
 from titan.kernels.interfaces import Backend, Runner
 
 MAX_SECONDS = 2.0
-"""Time for all measurements, about; two sizes of each model are measured in any case."""
+"""Time after which no further round begins; two sizes of each model, and what context costs, are measured in any case."""
 
 NUM_ROUNDS = 4
 """Times that each size is measured; the least counts."""
@@ -61,13 +61,18 @@ def measure(subjects: Sequence[Subject], backend: Backend, extent: Extent) -> li
     Raises:
         torch.OutOfMemoryError: the device has too little memory.
     """
-    curves = [_Curve(subject, backend, extent) for subject in subjects]
+    curves, begin = [_Curve(subject, backend, extent) for subject in subjects], time.perf_counter()
     with torch.inference_mode():
         for curve in curves:
             curve.explore(MAX_SECONDS * 2 / (NUM_ROUNDS + 1) / len(curves))  # twice there, once in each of the other rounds
+        for curve in curves:
+            curve.measure_context()
         for _ in range(NUM_ROUNDS - 1):
+            if time.perf_counter() - begin > MAX_SECONDS:
+                break
             for curve in curves:
                 curve.repeat()
+                curve.measure_context()
     return [curve.cost() for curve in curves]
 
 
@@ -83,19 +88,24 @@ class _Curve:
         self._without_context = self._in_context = float("inf")  # of the passes that show what context costs
 
     def explore(self, max_seconds: float) -> None:
-        """Time each size once, as long as there is time; two in any case."""
+        """Time sizes as long as there is time; two in any case."""
         begin = time.perf_counter()
         for size in self._padded or _sizes(self._max_rows):
             if len(self._sizes) >= 2 and time.perf_counter() - begin > max_seconds:
                 break
-            self._time(size, 0)  # the first pass of a size finds nothing in the caches
+            seconds = self._time(size, 0)
+            if seconds < max_seconds / 2:  # a short pass finds nothing in the caches the first time
+                seconds = self._time(size, 0)
             place = bisect_left(self._sizes, size)
             self._sizes.insert(place, size)
-            self._seconds.insert(place, self._time(size, 0))
+            self._seconds.insert(place, seconds)
 
     def repeat(self) -> None:
         """Time all these sizes once more; the least times count."""
         self._seconds = [min(before, self._time(size, 0)) for size, before in zip(self._sizes, self._seconds, strict=True)]
+
+    def measure_context(self) -> None:
+        """Time the passes that show what context costs; the least times count."""
         size, n = self._sizes[self._at], self._num_in_context
         self._without_context = min(self._without_context, self._time(size, 0, n))
         self._in_context = min(self._in_context, self._time(size, self._context_len, n))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack
 
 from titan.adaptive.costs import Costs
@@ -36,6 +37,8 @@ class Profiler:
         self._backend, self._kv, self._schedule, self._max_model_len = backend, kv, schedule, max_model_len
         self.target: PassCost | None = None
         """Cost of the target's passes, which adaptive speculation follows; ``None``: not measured yet."""
+        self.seconds = 0.0
+        """Of the last measurement."""
 
     def measure(self, runner: Runner, drafter: Drafter, max_draft_tokens: int) -> Costs:
         """Measure the passes of the target, if they were not yet, and of the draft model, if there is one.
@@ -48,7 +51,7 @@ class Profiler:
         Raises:
             RuntimeError: the device has too little memory (torch.OutOfMemoryError).
         """
-        schedule, kv, subjects = self._schedule, self._kv, list[Subject]()
+        schedule, kv, subjects, begin = self._schedule, self._kv, list[Subject](), time.perf_counter()
         max_rows = schedule.max_num_batched_tokens
         if schedule.max_inter_token_s is None:  # prompts do not matter
             max_rows = min(max_rows, schedule.max_batch_size * (1 + max_draft_tokens))
@@ -64,4 +67,5 @@ class Profiler:
             costs = measure(subjects, self._backend, Extent(kv.block_size, schedule.max_batch_size, max_rows))
         if self.target is None:
             self.target = costs.pop(0)
+        self.seconds = time.perf_counter() - begin
         return Costs(self.target, costs[0] if costs else None)
