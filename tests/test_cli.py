@@ -411,7 +411,7 @@ from titan.cli import main
 def run(output, is_open=True):
     if (child := os.fork()) == 0:
         os.dup2(output, 1) if is_open else (os.close(1), setattr(sys, "stdout", None))
-        sys.exit(main(["info"]))
+        sys.exit(main(["bench", "--help"]))
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 reader, writer = os.pipe()
@@ -424,7 +424,7 @@ run(os.open("/dev/full", os.O_WRONLY))
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
 def test_a_reader_that_leaves_and_a_full_disk_are_no_tracebacks() -> None:
-    """Nor is an output that is closed. In processes that are forked, as imports take long."""
+    """Nor is an output that is closed. Of a command that imports nothing."""
     run = subprocess.run([sys.executable, "-c", PRINTING], capture_output=True, text=True, check=False, cwd=ROOT)
     assert (run.stdout, run.stderr) == ("141\n0\n1\n", "titan: [Errno 28] No space left on device\n")
 
