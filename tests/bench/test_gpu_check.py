@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -147,10 +148,12 @@ def section_of_tests(made_up: Any, tmp_path: Path) -> Section:
     return replace(section_of(), make_tasks=partial(made_up.make_tests, str(tmp_path)))
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_tests_of_triton_and_of_a_device_are_rows_the_riskiest_first_and_one_that_crashes_costs_the_others_nothing(
-    section_of_tests: Section,
+    section_of_tests: Section, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, *rows = run_isolated(section_of_tests, replace(TINY, is_tiny=False), 1000)
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _, get=multiprocessing.get_context: get("fork"))  # without imports
+    _, *rows = run_isolated(section_of_tests, Setting(torch.device("cpu"), is_tiny=False), 1000)
     device, *others = (f"tests/new/test_new.py::test_{each}" for each in ("a_device", *(f"it[triton-{i}]" for i in range(4))))
     others += [f"tests/new/test_new.py::test_{each}" for each in ("it[a draft-triton]", "output_with_triton")]
     assert [row.labels["test"] for row in rows] == [device, "tests/test_cuda_graphs.py::test_the_host", *others]
