@@ -21,7 +21,7 @@ from titan.bench.workloads import Workload
 from titan.core.outputs import merge_metrics
 from titan.core.request import Request
 from titan.engine import Engine
-from titan.input_processor import InputProcessor
+from titan.frontend.input_processor import InputProcessor
 
 NUM_DEPTHS = 6
 """Depths of draft trees of which figures say how often a token was accepted."""

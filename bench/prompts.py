@@ -16,7 +16,7 @@ from textwrap import indent
 from typing import Any
 
 from titan.bench.workloads import Lengths
-from titan.chat import ChatTemplate
+from titan.frontend.chat import ChatTemplate
 from titan.models.files import ModelFiles, resolve_model
 from titan.models.loader import open_model
 from titan.models.tokenizer import load_tokenizer

@@ -21,7 +21,7 @@ from titan.core.terms import RequestTerms
 from titan.core.trees import DraftTree, DraftTrees
 from titan.draft.registry import DraftSpec
 from titan.engine import Engine
-from titan.input_processor import InputProcessor
+from titan.frontend.input_processor import InputProcessor
 from titan.kernels.interfaces import Backend
 from titan.kernels.torch.backend import TorchBackend
 from titan.models.files import ModelFiles

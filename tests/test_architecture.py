@@ -25,17 +25,7 @@ ORDER = [
     {"titan.memory", "titan.draft", "titan.verify"},
     {"titan.execute", "titan.schedule", "titan.adaptive", "titan.claims"},
     {"titan.engine_metrics"},
-    {
-        "titan.diagnosis",
-        "titan.engine",
-        "titan.detokenizer",
-        "titan.model_info",
-        "titan.tree_view",
-        "titan.prompts",
-        "titan.chat",
-        "titan.vllm_names",
-    },
-    {"titan.step_loop", "titan.input_processor", "titan.output_processor"},
+    {"titan.diagnosis", "titan.engine", "titan.model_info", "titan.tree_view", "titan.vllm_names"},
     {"titan.frontend"},
     {"titan.llm"},
     {"titan"},  # titan/__init__.py

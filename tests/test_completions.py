@@ -16,7 +16,7 @@ from titan.core.outputs import merge_metrics
 from titan.core.request import Request
 from titan.core.terms import RequestTerms
 from titan.engine import Engine
-from titan.input_processor import InputProcessor
+from titan.frontend.input_processor import InputProcessor
 
 PROMPT = random_prompts(2, seed=8, max_len=40)[1]  # 40 tokens
 CPU: dict[str, Any] = {"dtype": "float32", "device": "cpu", "speculation": "fixed", "draft_sampling": "greedy"}

@@ -12,7 +12,7 @@ from text_tools import WORLD_CORPUS, make_byte_tokenizer, make_piece_tokenizer, 
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from titan.detokenizer import REPLACEMENT, IncrementalDetokenizer
+from titan.frontend.detokenizer import REPLACEMENT, IncrementalDetokenizer
 
 TOKENIZERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {"byte_level": make_byte_tokenizer, "pieces": make_piece_tokenizer}
 TEXTS = st.one_of(

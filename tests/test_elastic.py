@@ -33,7 +33,7 @@ from titan.core.step import StepPlan
 from titan.core.trees import DraftTree
 from titan.diagnosis import faults
 from titan.draft.replay import ReplayDrafter
-from titan.step_loop import StepLoop
+from titan.frontend.step_loop import StepLoop
 
 PROMPTS = random_prompts(9, seed=3, max_len=45)
 PARAMS = [greedy(8 + 2 * i, ignore_eos=True) for i in range(len(PROMPTS))]

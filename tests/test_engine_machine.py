@@ -34,7 +34,7 @@ from titan.core.sampling_params import SamplingParams
 from titan.core.terms import PRIORITIES, RequestTerms
 from titan.draft.registry import DraftSpec
 from titan.engine import Engine
-from titan.input_processor import InputProcessor
+from titan.frontend.input_processor import InputProcessor
 from titan.kernels.interfaces import Backend
 from titan.models.decoder import Decoder
 from titan.models.files import ModelFiles

@@ -23,9 +23,9 @@ from torch import Tensor
 from zoo import Zoo
 
 from titan import LLM, SamplingParams
-from titan.chat import ChatTemplate
 from titan.core.options import EngineConfig
 from titan.draft.ngram import NgramDrafter
+from titan.frontend.chat import ChatTemplate
 from titan.vllm_names import LLMOptions, translate
 
 PAGE = Path(__file__).parents[1] / "docs" / "from-vllm.md"

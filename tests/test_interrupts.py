@@ -30,7 +30,7 @@ from titan import RequestOutput, SamplingParams, step_loop
 from titan.core.policy import SchedulingPolicy
 from titan.core.request import Request
 from titan.core.terms import RequestTerms
-from titan.frontend import FrontEnd
+from titan.frontend.front_end import FrontEnd
 from titan.kernels.torch import backend as torch_backend
 from titan.schedule.policies.fair import FairPolicy
 from titan.schedule.policies.fcfs import FcfsPolicy

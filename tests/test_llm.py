@@ -623,7 +623,7 @@ def test_the_caller_s_default_device_is_none_of_the_engine_s(zoo: Zoo) -> None:
 
 def test_without_a_bar_nothing_waits_for_those_of_others(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(zoo.path("llama"), **CPU)
-    monkeypatch.setattr("titan.frontend.tqdm", Mock(side_effect=AssertionError("a bar takes the lock of all bars")))
+    monkeypatch.setattr("titan.frontend.front_end.tqdm", Mock(side_effect=AssertionError("a bar takes the lock of all bars")))
     assert len(llm.generate([5, 6, 7], greedy(4, ignore_eos=True), use_tqdm=False)[0].outputs[0].token_ids) == 4
 
 

@@ -19,8 +19,8 @@ from zoo import EOS_TOKEN_IDS, Zoo, random_prompts
 
 from titan import LLM, RequestOutput, SamplingParams
 from titan.core.request import FinishReason, Request
-from titan.detokenizer import REPLACEMENT, IncrementalDetokenizer
 from titan.draft.draft_model import DraftModelDrafter
+from titan.frontend.detokenizer import REPLACEMENT, IncrementalDetokenizer
 from titan.schedule.stopping import append_tokens
 
 PROMPT = random_prompts(2, seed=30, max_len=20)[1]

@@ -23,7 +23,7 @@ from titan.core.step import StepPlan
 from titan.core.trees import DraftTree
 from titan.draft.base import Drafter, NoDrafter
 from titan.draft.registry import open_drafter
-from titan.step_loop import StepLoop
+from titan.frontend.step_loop import StepLoop
 
 WATCHDOG_S = 60
 """A test that takes so long hangs."""

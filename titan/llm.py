@@ -7,7 +7,6 @@ from copy import deepcopy
 from os import PathLike, fspath
 from typing import Any, NoReturn, Unpack
 
-from titan.chat import ChatTemplate, Conversation, as_conversations
 from titan.core.checks import check_bool, check_path, shown
 from titan.core.metrics import EngineMetrics
 from titan.core.outputs import RequestOutput
@@ -16,11 +15,12 @@ from titan.core.terms import TermOptions, as_terms
 from titan.diagnosis import bottlenecks, faults
 from titan.draft.registry import DraftSpec
 from titan.engine import Engine
-from titan.frontend import FrontEnd
+from titan.frontend.chat import ChatTemplate, Conversation, as_conversations
+from titan.frontend.front_end import FrontEnd
+from titan.frontend.prompts import Prompt, Refusal, as_prompts
 from titan.models.files import ModelFiles, resolve_model
 from titan.models.loader import load_sampling_defaults, open_model
 from titan.models.tokenizer import choose_tokenizer
-from titan.prompts import Prompt, Refusal, as_prompts
 from titan.vllm_names import LLMOptions, translate
 
 Prompts = Prompt | Sequence[Prompt]
@@ -103,7 +103,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate for one prompt or many; outputs are in the order of the prompts.
 
-        A prompt is text, token ids, or a dict of one of them (see `titan.prompts`); its output has ``SamplingParams.n``
+        A prompt is text, token ids, or a dict of one of them (see `titan.frontend.prompts`); its output has ``SamplingParams.n``
         completions. If some prompts of a call are not allowed, the others run, and the bad ones are returned with finish_reason
         "error" and ``error`` set, with a warning each; if none is allowed, the error is raised. Requests that fail while they run,
         by a logits processor or the tokenizer, end like this, too; a line of the logger `titan.frontend` says how many did.

@@ -19,7 +19,7 @@ from zoo import Zoo, random_prompts
 from titan import LLM, CompletionOutput, Logprob, SamplingParams
 from titan.core.request import Request
 from titan.core.terms import RequestTerms
-from titan.frontend import FrontEnd
+from titan.frontend.front_end import FrontEnd
 from titan.verify.logprobs import emitted_logprobs
 
 upload = make_back_end("torch").upload

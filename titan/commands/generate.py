@@ -25,8 +25,8 @@ from titan.core.outputs import RequestMetrics, RequestOutput
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import Acceptance, StepPlan
 from titan.draft.registry import is_registered
+from titan.frontend.prompts import Prompt
 from titan.llm import LLM
-from titan.prompts import Prompt
 from titan.tree_view import LEGEND, VerifiedTree, render_tree, token_text, verified_trees
 
 WARM_UP_TOKENS = 24

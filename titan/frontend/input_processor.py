@@ -16,10 +16,10 @@ from titan.core.outputs import RequestMetrics
 from titan.core.request import Request, make_siblings
 from titan.core.sampling_params import SamplingParams
 from titan.core.terms import RequestTerms
-from titan.detokenizer import IncrementalDetokenizer
 from titan.engine import Engine
+from titan.frontend.detokenizer import IncrementalDetokenizer
+from titan.frontend.prompts import Prompt, read_prompt
 from titan.models.config import end_tokens
-from titan.prompts import Prompt, read_prompt
 from titan.schedule.admission import check_request, check_token_ids
 from titan.schedule.policies.fair import FairPolicy
 from titan.schedule.policies.fcfs import FcfsPolicy
@@ -53,7 +53,7 @@ class InputProcessor:
         """Check a prompt and return its request; for ``params.n`` completions, the first of that many siblings.
 
         Args:
-            prompt: in any form that `titan.prompts.read_prompt` takes.
+            prompt: in any form that `titan.frontend.prompts.read_prompt` takes.
             params: sampling options.
             terms: its id, and how it is scheduled.
             needs_text: keep the text up to date while the request runs.

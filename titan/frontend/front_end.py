@@ -19,12 +19,12 @@ from titan.core.request import FinishReason, Request
 from titan.core.sampling_params import SamplingParams
 from titan.core.terms import RequestTerms
 from titan.engine import Engine
-from titan.input_processor import InputProcessor
-from titan.output_processor import OutputProcessor, refused_output
-from titan.prompts import Prompt, Refusal
-from titan.step_loop import StepLoop
+from titan.frontend.input_processor import InputProcessor
+from titan.frontend.output_processor import OutputProcessor, refused_output
+from titan.frontend.prompts import Prompt, Refusal
+from titan.frontend.step_loop import StepLoop
 
-LOG = logging.getLogger(__name__)
+LOG = logging.getLogger("titan.frontend")
 
 BAR_INTERVAL_S = 0.1
 """Seconds between updates of a progress bar."""

@@ -9,8 +9,8 @@ from typing import Any
 from titan.core.outputs import CompletionOutput, RequestMetrics, RequestOutput, merge_metrics
 from titan.core.request import FinishReason, Request
 from titan.core.sampling_params import SamplingParams
-from titan.detokenizer import IncrementalDetokenizer
-from titan.prompts import Prompt, Refusal, shown_prompt
+from titan.frontend.detokenizer import IncrementalDetokenizer
+from titan.frontend.prompts import Prompt, Refusal, shown_prompt
 from titan.schedule.scheduler import Scheduler
 from titan.schedule.stopping import fail_if_unreadable
 
