@@ -253,7 +253,7 @@ def test_a_step_looks_at_the_device_once(
     Copies to the device wait for nothing, but each takes the host's time.
     """
     options = {"draft_tree": draft_tree, "draft_sampling": draft_sampling, "max_num_batched_tokens": 200, "max_batch_size": 4}
-    engine = make_meta_engine(zoo, device, max_draft_tokens=63 if draft_tree == "dynamic" else 6, **options)
+    engine = make_meta_engine(zoo, device, max_draft_tokens=16 if draft_tree == "dynamic" else 6, warm_up=False, **options)
     hot, cold = ({"temperature": each, "max_tokens": 30, "ignore_eos": True} for each in (temperature, 0.0))
     params = [SamplingParams(**hot), SamplingParams(**hot, **others), SamplingParams(**cold, max_draft_tokens=4)]
     requests = submit(engine, [[5] * 40, [6] * 3, [7] * 5], params)
@@ -261,7 +261,7 @@ def test_a_step_looks_at_the_device_once(
     move_paths = device.cache.move_paths
     monkeypatch.setattr(device.cache, "move_paths", lambda *args: (moves.append(device.num_looks), move_paths(*args)))
     uploads = request.getfixturevalue("uploads")
-    num_steps = 8
+    num_steps = 6
     for _ in range(num_steps):
         num_before = uploads.count
         engine.step()
@@ -276,7 +276,7 @@ def test_a_step_looks_at_the_device_once(
 
 
 def test_prompts_of_greedy_requests_are_replayed_with_trees_that_branch_later(device: Device, zoo: Zoo) -> None:
-    engine = make_meta_engine(zoo, device, draft_tree="auto", max_draft_tokens=6)
+    engine = make_meta_engine(zoo, device, draft_tree="auto", max_draft_tokens=6, max_batch_size=2)
     num_eager, params = list[int](), SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     requests = submit(engine, [[5] * 40, [6] * 9], [params] * 2)
     while engine.scheduler.has_unfinished:
@@ -327,7 +327,7 @@ SERVED: list[tuple[str, dict[str, Any]]] = [
     *(f"options{i}-chunked_tokens1" for i in (*range(1, 8), *range(10, 15))),
     *(f"options{i}-chunked_tokens0" for i in (2, 3, 5, 7, 12)),
 )
-@pytest.mark.parametrize("chunked_tokens", [(16, 64), ()])
+@pytest.mark.parametrize("chunked_tokens", [(16, 32), ()])
 @pytest.mark.parametrize(("model", "options"), SERVED)
 def test_nothing_is_compiled_or_recorded_while_an_engine_serves(
     model: str,
@@ -342,11 +342,11 @@ def test_nothing_is_compiled_or_recorded_while_an_engine_serves(
     One request drafts nothing, and is reviewed.
     """
     kernels, captures = Kernels(), list[object]()
-    num_requests = 8 if options.get("max_batch_size") == 1 else 12
+    num_requests = 8
     monkeypatch.setattr(type(_walk_kernel), "run", lambda kernel, *args, **options: kernels.run(kernel, *args, **options))
     monkeypatch.setattr("titan.kernels.triton.cuda_graphs.CHUNKED_TOKENS", chunked_tokens)
     device._capture = lambda: lambda passes: (captures.append(passes), capture_in_name(passes))[1]
-    engine = make_meta_engine(zoo, device, model, **({"max_batch_size": 12, "max_draft_tokens": 12} | options))
+    engine = make_meta_engine(zoo, device, model, **({"max_batch_size": 6, "max_draft_tokens": 6} | options))
     warm, num_captures = set(kernels.found), len(captures)
     assert engine.passes == PassCounts() and not engine.runner.kv.groups[0].is_inference()
     kernels.found.clear()
@@ -356,10 +356,10 @@ def test_nothing_is_compiled_or_recorded_while_an_engine_serves(
     ]
     params[-1] = replace(params[-1], presence_penalty=0.5)  # the longest: with it, all logits are float32
     params[-2] = replace(params[-2], use_speculative=False)
-    *_, reviewed, _ = submit(engine, [[5] * (1 + 3 * i) for i in range(num_requests)], params)
+    *_, reviewed, _ = submit(engine, [[5] * (1 + 5 * i) for i in range(num_requests)], params)
     while engine.scheduler.has_unfinished:
         engine.step()
         if reviewed.num_output_tokens == 3 and isinstance(engine.drafter, DraftModelDrafter):
             assert engine.drafter.review([reviewed]).num_rows > 3
-    assert kernels.found <= warm and len(kernels.found) > 9
+    assert kernels.found <= warm and len(kernels.found) > 3
     assert len(captures) == num_captures and min(engine.passes.num_replayed, engine.passes.num_eager) > 0
