@@ -30,7 +30,7 @@ def make_twins(folder: Path, name: str, backend: Backend) -> Twins:
     return twins
 
 
-@pytest.mark.long_where("gemma2", "granite_swa")
+@pytest.mark.long_where("gemma2", "granite_swa", "llama4_text")
 @pytest.mark.parametrize(
     "name",
     ["gemma2", "granite_swa", "youtu", *(pytest.param(each, marks=WITH_EXPERTS) for each in ("llama4_text", "mimo_v2_flash"))],

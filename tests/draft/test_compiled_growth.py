@@ -57,6 +57,7 @@ def assert_grown(twins: GrowthTwins, feeds: Sequence[Feed]) -> DraftTrees:
     return trees
 
 
+@pytest.mark.long_where(*(f"{size}-{kind}-roots in the call" for size in (90, 150) for kind in SPECS))
 @pytest.mark.parametrize("has_chunk", [False, True], ids=["roots in the call", "roots beside a chunk"])
 @pytest.mark.parametrize("kind", SPECS)
 @pytest.mark.parametrize(("draft", "vocab_size"), [("other", 131), ("narrow_window~", 131), ("other", 90), ("other", 150)])

@@ -32,7 +32,7 @@ def mixed_params(i: int) -> SamplingParams:
     return SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=5 + 3 * i % 20, ignore_eos=True, **options)
 
 
-@pytest.mark.long_where("llama-parents", "qwen3-chain")
+@pytest.mark.long_where("llama-parents", "qwen3-chain", "dynamic_63", "llama-auto-greedy")
 @pytest.mark.parametrize(
     ("target", "shape", "draft_sampling", "caching"),
     [

@@ -55,7 +55,7 @@ class Draft:
         return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
 
 
-@pytest.mark.long_where("narrow_window-auto_16", "narrow_window-dynamic]", "narrow_window-parents")
+@pytest.mark.long_where("llama3_rope", "qwen2", "narrow_window-auto_16", "narrow_window-dynamic]", "narrow_window-parents")
 @pytest.mark.parametrize(
     ("family", "shape"),
     [
@@ -72,6 +72,7 @@ def test_greedy_output_is_that_of_transformers_whatever_the_shape(zoo: Zoo, fami
     assert engine.counters.num_preemptions > 0 or shape in ("auto_16", "dynamic_63"), "few have room beside each other"
 
 
+@pytest.mark.long_where("other-chain-torch", "useless-chain-torch")
 @pytest.mark.parametrize("back_end", ON_HOST)
 @pytest.mark.parametrize(("draft", "shape"), [("other", "chain"), ("useless", "chain"), ("mistral", "chain"), ("other", "parents")])
 def test_a_fixed_shape_holds_the_drafts_most_likely_tokens_by_rank(zoo: Zoo, draft: str, shape: str, back_end: str) -> None:
@@ -109,6 +110,7 @@ def beam_search(draft: Draft, width: int, num_children: int, depth: int, budget:
     return {path for path, _ in sorted(candidates, key=lambda each: -each[1])[:budget]}
 
 
+@pytest.mark.long_where("torch-auto-0.0", "torch-dynamic-0.0")
 @pytest.mark.parametrize(
     ("shape", "temperature"), [("dynamic", 0.0), ("dynamic", 1.5), ("auto_16", 0.0), ("auto", 0.0), ("auto", 1.5)]
 )
@@ -373,6 +375,7 @@ def test_another_way_of_growing_runs_pass_by_pass(zoo: Zoo, back_end: str, monke
     assert engine.drafting.num_failures == 0 and sum(engine.counters.accepted_per_depth) >= 6
 
 
+@pytest.mark.long_where("adaptive-2]", "adaptive-20", "fixed-2]")
 @pytest.mark.parametrize("max_draft_tokens", [2, 6, 20])
 @pytest.mark.parametrize("speculation", ["adaptive", "fixed"])
 def test_the_tokens_of_a_seed_depend_on_nothing_but_their_request(zoo: Zoo, speculation: str, max_draft_tokens: int) -> None:

@@ -80,6 +80,7 @@ def test_beams_that_cannot_grow_are_refused(field: dict[str, Any]) -> None:
         replace(BeamSpec(6, 3, 2, 3, 0.5), **field)
 
 
+@pytest.mark.long_where("triton-sampled-few", "triton-sampled-broken", "triton-chain", "triton-siblings", "triton-beam")
 @pytest.mark.parametrize("logits", ["plain", "few", "broken"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("back_end", ["cpu", "triton"])

@@ -223,6 +223,7 @@ OTHERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.long_where("long beam")
 @pytest.mark.parametrize("other", OTHERS)
 def test_a_step_with_any_other_tree_or_more_nodes_takes_the_general_way(
     zoo: Zoo, other: str, monkeypatch: pytest.MonkeyPatch

@@ -147,6 +147,7 @@ def test_special_tokens_are_matched_by_name_then_by_role() -> None:
     assert TokenMeaning(b"<s>") not in token_meanings(make_byte_tokenizer()).values()
 
 
+@pytest.mark.long_where("tied-torch")
 @pytest.mark.parametrize(
     ("draft", "back_end", "shape", "min_p"),
     [
@@ -215,6 +216,7 @@ CASES = [("torch", "auto", "alike"), ("torch", "parents", "alike"), ("cpu", "aut
 CASES += [("cpu", shape, "alike") for shape in SHAPES if shape not in ("auto_16", "dynamic_63")]
 
 
+@pytest.mark.long_where("torch-parents")
 @pytest.mark.parametrize(("back_end", "shape", "draft"), CASES)
 def test_greedy_output_is_that_of_transformers(zoo: Zoo, pair: Pair, back_end: str, shape: str, draft: str) -> None:
     """With prompts that hold tokens the draft lacks, chunks, and preemption."""
@@ -235,6 +237,7 @@ def test_greedy_output_is_that_of_transformers_with_triton(zoo: Zoo, pair: Pair)
     assert sum(engine.metrics().accepted_per_depth) > 1
 
 
+@pytest.mark.long_where("adaptive")
 @pytest.mark.parametrize("speculation", ["fixed", "adaptive"])
 def test_drafts_may_be_swapped_across_vocabularies_in_flight(zoo: Zoo, pair: Pair, speculation: str) -> None:
     shares = []

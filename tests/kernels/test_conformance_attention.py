@@ -176,6 +176,7 @@ def case_for_layers(window: Window, num_requests: int) -> Case:
     return make_case(requests[:num_requests], window=window)
 
 
+@pytest.mark.long_where("triton-4")
 @pytest.mark.parametrize("window", [None, 4, Chunk(16)])
 def test_trees_at_block_edges(backend: Backend, window: Window) -> None:
     """A star, a chain, a tree of 63 nodes and one behind a prefill chunk, each begun at every offset that matters."""
@@ -247,6 +248,7 @@ def test_a_request_whose_own_kv_is_nan_does_not_touch_its_neighbours(backend: Ba
         torch.testing.assert_close(output[~rows], clean[~rows], rtol=0, atol=0)
 
 
+@pytest.mark.long_where("triton-1", "triton-2")
 @pytest.mark.parametrize("seed", range(4))
 def test_nodes_that_are_fed_while_trees_grow_see_their_context_and_their_ancestors(backend: Backend, seed: int) -> None:
     """In the passes of `grow_by_passes`, over the inner nodes of each depth of trees of any shape."""

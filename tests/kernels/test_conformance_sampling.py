@@ -174,6 +174,7 @@ def test_a_row_does_not_depend_on_its_neighbours(backend: Backend) -> None:
     assert torch.equal(together, torch.cat(alone))
 
 
+@pytest.mark.long_where("triton-3-options0-1", "triton-40-options1-5", "triton-1500-options2-1")
 @pytest.mark.parametrize("most", [1, 5])
 @pytest.mark.parametrize(
     ("vocab_size", "options"),

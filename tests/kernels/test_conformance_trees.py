@@ -277,6 +277,7 @@ def num_trees_for(backend: Backend, number: int) -> int:
     return number // 4 if isinstance(backend, TritonBackend) else number
 
 
+@pytest.mark.long_where("triton-option4")
 @pytest.mark.parametrize(
     ("option", "dtype", "number"),
     [
