@@ -15,9 +15,12 @@ from triton.runtime import interpreter
 PLAIN_TYPES = {each.name for each in (tl.int1, tl.int32, tl.int64, tl.float32)}
 """Types of which two operands of one shape need no cast, whatever the operation."""
 
-COMPUTED_TYPES = {each.name for each in (tl.int32, tl.int64, tl.float32)}
+COMPUTED_TYPES = {each.name for each in (tl.int32, tl.uint32, tl.int64, tl.float32, tl.float64)}
 INTEGER_TYPES = {each.name for each in (tl.int1, tl.int32, tl.uint32, tl.int64)}
 """Of those, what numbers are computed and compared of at once; and what is combined bit by bit."""
+
+WIDENED = {("int32", "int64"), ("int64", "int32")}
+"""Of which numpy widens one, as Triton does."""
 
 COMPARISONS = {
     "less_than": np.less,
@@ -76,20 +79,22 @@ def _combine_at_once() -> None:
     is_equal = tl.dtype.__eq__
 
     def quick_combine(self: TritonSemantic, lhs: Any, rhs: Any, *flags: bool, **named: bool) -> tuple[tl.tensor, tl.tensor]:
-        if type(lhs) is not tl.tensor:
+        is_first = type(lhs) is tl.tensor
+        tensor, number = (lhs, rhs) if is_first else (rhs, lhs)
+        if type(tensor) is not tl.tensor:
             return combine(self, lhs, rhs, *flags, **named)
-        if type(rhs) is tl.tensor:
+        if type(number) is tl.tensor:
             if lhs.dtype is rhs.dtype and lhs.shape is rhs.shape and lhs.dtype.name in PLAIN_TYPES:
                 return lhs, rhs
             return combine(self, lhs, rhs, *flags, **named)
-        key = type(rhs), repr(rhs), lhs.dtype.name, id(lhs.shape), flags, *named.items()  # 0.0 is equal to -0.0
-        if key in kept:
-            return lhs, kept[key]
-        same, number = combine(self, lhs, rhs, *flags, **named)
-        if same is lhs:
-            number.handle.data.flags.writeable = False
-            kept[key] = number
-        return same, number
+        key = type(number), repr(number), is_first, tensor.dtype.name, id(tensor.shape), flags, *named.items()  # 0.0 == -0.0
+        if key not in kept:
+            pair = combine(self, lhs, rhs, *flags, **named)
+            if pair[not is_first] is not tensor:
+                return pair
+            kept[key] = pair[is_first]
+            kept[key].handle.data.flags.writeable = False
+        return (tensor, kept[key]) if is_first else (kept[key], tensor)
 
     def quick_broadcast(self: TritonSemantic, lhs: tl.tensor, rhs: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
         return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
@@ -148,16 +153,17 @@ def _quick_operation(operation: Any, compute: np.ufunc) -> Any:
         options = (sanitize_overflow,) if is_exact else ()
         if type(lhs) is not tl.tensor or type(rhs) is not tl.tensor:
             lhs, rhs = self.binary_op_type_checking_impl(lhs, rhs, *flags)
-        dtype = lhs.dtype
+        is_widened = (lhs.dtype.name, rhs.dtype.name) in WIDENED
+        dtype = tl.int64 if is_widened else lhs.dtype
         if name == "add" and dtype.is_ptr() and rhs.dtype.name in ("int32", "int64"):
             handle = self.builder.create_addptr(lhs.handle, rhs.handle)
-        elif dtype is not rhs.dtype or dtype.name not in (INTEGER_TYPES if is_bitwise else COMPUTED_TYPES):
+        elif (dtype is not rhs.dtype and not is_widened) or dtype.name not in (INTEGER_TYPES if is_bitwise else COMPUTED_TYPES):
             return operation(self, lhs, rhs, *options)
-        elif is_exact and dtype.name == "int32":
+        elif is_exact and dtype.name in ("int32", "uint32"):
             exact = compute(lhs.handle.data, rhs.handle.data, dtype=np.int64)
-            handle = interpreter.TensorHandle(exact.astype(np.int32), dtype)
+            handle = interpreter.TensorHandle(exact.astype(dtype.name), dtype)
             if sanitize_overflow and not np.logical_and.reduce(handle.data == exact, axis=None):
-                raise AssertionError(f"int32 overflow detected for operation {name}")
+                raise AssertionError(f"{dtype.name} overflow detected for operation {name}")
         else:
             handle = interpreter.TensorHandle(compute(lhs.handle.data, rhs.handle.data), dtype)
         return tl.tensor(handle, _type_of(handle.data, tl.int1 if compares else dtype, lhs, rhs))
