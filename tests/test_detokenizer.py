@@ -91,6 +91,7 @@ def test_replacement_characters_that_are_text_do_not_split_the_character_after_t
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=50)
 @given(text=TEXTS, num_cut=st.integers(0, 3), prompt=st.text(max_size=3))
 @example(text="ភាសាខ្មែរ🤗", num_cut=2, prompt="")
 def test_all_at_once_or_one_by_one_tokens_give_the_same_text(name: str, text: str, num_cut: int, prompt: str) -> None:
@@ -107,6 +108,7 @@ def test_all_at_once_or_one_by_one_tokens_give_the_same_text(name: str, text: st
 
 @pytest.mark.parametrize("is_bytes", [True, False])
 @pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=50)
 @given(text=TEXTS, cut=st.integers(0, 80))
 @example(text="👩‍👩‍👧 語é", cut=0)
 @example(text="x😀!", cut=3)  # half of a character is in the prompt, after a whole one

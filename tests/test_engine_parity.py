@@ -49,7 +49,7 @@ def poison(engine: Engine, _: int) -> None:
             group.movedim(1, 3)[:, :, :, stale // block_size, stale % block_size] = 1e4
 
 
-@pytest.mark.long_where("llama3_rope", "qwen2")
+@pytest.mark.long_where("llama3_rope", "qwen2", "itself", "useless")
 @pytest.mark.parametrize(
     ("family", "draft"),
     [*((each, "perturbed") for each in FAMILIES), *(("llama", each) for each in ("none", "itself", "useless", "ngram", "replay"))],

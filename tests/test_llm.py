@@ -138,7 +138,7 @@ def test_the_progress_bar_of_a_call_counts_nobody_elses_tokens(llm: LLM, capsys:
 def test_a_stream_grows_to_what_generate_gives(llm: LLM, options: dict[str, Any]) -> None:
     """Hence nothing of a stop string ever shows, and what was held back for one that does not come shows at the end."""
     common = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True} | options
-    for prompt in PROMPTS:
+    for prompt in PROMPTS[:2]:
         text = llm.generate(prompt, SamplingParams(**common), use_tqdm=False)[0].outputs[0].text
         for stop in (None, text[-1] + NEVER, text[3:8], [NEVER, text[6:11]], ["a", text[9:14]]):
             params = SamplingParams(stop=stop, include_stop_str_in_output=stop == text[3:8], **common)
