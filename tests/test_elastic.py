@@ -284,12 +284,12 @@ class Memory:
 def test_smaller_passes_are_tried_before_requests_are_lost(zoo: Zoo, most: int, draft: str | None, error: Exception) -> None:
     engine = make_engine(zoo.path("llama"), None if draft is None else zoo.path(draft), draft_tree="auto", **SCARCE)
     auditor, memory = Auditor(zoo, engine, "llama"), Memory(engine, most, error)
-    requests = submit(engine, PROMPTS, PARAMS)
+    requests = submit(engine, PROMPTS[:6], PARAMS[:6])
     while engine.scheduler.has_unfinished:
         engine.step()
         check_blocks(engine)
         auditor.check(draft)
-    assert [request.output_token_ids for request in requests] == lonely(zoo)
+    assert [request.output_token_ids for request in requests] == lonely(zoo)[:6]
     assert memory.num_failures > 10 and max(memory.sizes) <= most
 
 
