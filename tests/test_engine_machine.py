@@ -145,7 +145,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_draft_tokens=random.choice([*range(1, 7), 20]), draft_tree=random.choice(["auto", "chain"]),
         )  # fmt: skip
         self.now, self.num_steps, self.has_failed = 0.0, 0, False
-        self.engine.scheduler.clock = self.engine.scheduler.queues.clock = lambda: self.now
+        self.engine.scheduler.queues.clock = lambda: self.now
         self.inputs = InputProcessor(self.engine)
         self.requests, self.unfinished = list[Request](), list[Request]()
         self.auditor = Auditor(self.zoo, self.engine, "llama")

@@ -26,10 +26,11 @@ from text_tools import make_tokenizer
 from zoo import Zoo, random_prompts
 
 import titan
-from titan import RequestOutput, SamplingParams, step_loop
+from titan import RequestOutput, SamplingParams
 from titan.core.policy import SchedulingPolicy
 from titan.core.request import Request
 from titan.core.terms import RequestTerms
+from titan.frontend import step_loop
 from titan.frontend.front_end import FrontEnd
 from titan.kernels.torch import backend as torch_backend
 from titan.schedule.policies.fair import FairPolicy
@@ -40,8 +41,8 @@ Place = tuple[str, str, int, int]  # file and function, line, and instruction
 
 PACKAGE = Path(titan.__file__).parent
 OF_STEPS = ("schedule/", "memory/", "draft/", "verify/", "execute/", "core/", "engine.py")
-OF_CALLERS = ("step_loop.py", "kernels/torch/backend.py")
-OF_ANSWERS = ("step_loop.py", "frontend.py", "output_processor.py", "core/request.py")
+OF_CALLERS = ("frontend/step_loop.py", "kernels/torch/backend.py")
+OF_ANSWERS = ("frontend/step_loop.py", "frontend/front_end.py", "frontend/output_processor.py", "core/request.py")
 SIGNAL_CHECKS = ("CALL", "CALL_FUNCTION_EX", "RESUME", "JUMP_BACKWARD")
 """Instructions after which Python looks whether there was a signal."""
 

@@ -179,7 +179,7 @@ class Clock:
 
     def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr(llm.engine.scheduler, "clock", lambda: self.now)
+        monkeypatch.setattr(llm.engine.scheduler.queues, "clock", lambda: self.now)
         monkeypatch.setattr(llm.engine, "observers", [self.tick])
 
     def tick(self, *_: object) -> None:

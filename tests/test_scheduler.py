@@ -675,7 +675,7 @@ def test_a_copy_that_fails_loses_neither_blocks_nor_requests(
 ) -> None:
     """Where memory lacks, what was to be copied is computed again, and nobody is told."""
     world, random = World(10, num_swap_blocks=20, max_batch_size=6), Random(0)
-    for i in range(10):
+    for i in range(20):
         world.add([i // 2 + 1] * (10 + 7 * (i % 6)), 30, ignore_eos=True, n=2)
     copy, fail, num_failures = getattr(cpu_backend().cache, failing), Mock(side_effect=error), 0
     while world.scheduler.has_unfinished:

@@ -17,12 +17,13 @@ import pytest
 from stepping import greedy
 from zoo import Zoo
 
-from titan import LLM, RequestOutput, SamplingParams, engine, step_loop
+from titan import LLM, RequestOutput, SamplingParams, engine
 from titan.core.request import Request
 from titan.core.step import StepPlan
 from titan.core.trees import DraftTree
 from titan.draft.base import Drafter, NoDrafter
 from titan.draft.registry import open_drafter
+from titan.frontend import step_loop
 from titan.frontend.step_loop import StepLoop
 
 WATCHDOG_S = 60

@@ -53,11 +53,15 @@ class Scheduler:
         self.options = options
         self.kv = kv
         self.counters = counters
-        self.clock = clock
         self.queues = queues = RequestQueues(options, kv, counters, clock)
         self.policy, self.waiting, self.running, self.service = queues.policy, queues.waiting, queues.running, queues.service
         self._prefill_limit = prefill_limit
         self._expiries: Heap[Request] = Heap()  # unfinished requests by the time at which they are aborted
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Returns seconds, as the times of requests are in."""
+        return self.queues.clock
 
     @property
     def has_unfinished(self) -> bool:
