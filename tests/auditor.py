@@ -14,7 +14,7 @@ from titan.engine import Engine
 
 
 class Auditor:
-    """Holds the KV of an engine's running requests against transformers' after every step."""
+    """Holds the KV of an engine's running requests against transformers'."""
 
     def __init__(self, zoo: Zoo, engine: Engine, target: str) -> None:
         self.zoo = zoo

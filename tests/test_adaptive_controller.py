@@ -438,7 +438,7 @@ def test_a_probe_that_shows_no_more_than_was_hoped_for_changes_nothing(is_right:
     """Drafts so poor that not even a standard error more would pay; comparing once more would take a third of a step."""
     controller, usual = controller_of(DEMO), Outcome(0, 0, 0, 0, DEMO.host(8, 0) + DEMO.target(8, 800), 0.0, DEMO.target(8, 800))
     load = Load([Candidate(counts(0.05, 20.0), 6, 20, 256, True, num_reviewable=16) for _ in range(8)], 8, 800)
-    controller.fleet = controller._lessons.fleet = counts(0.05, 20.0)
+    controller._lessons.fleet = counts(0.05, 20.0)
     while not (decision := controller.choose(load)).probed:
         controller.observe(usual)
     for i in decision.reviewed:

@@ -30,6 +30,7 @@ from titan.adaptive.probes import Probes
 from titan.adaptive.rest import Rest
 from titan.adaptive.standing import Standing
 from titan.adaptive.value import PastRequests, estimate, own_acceptance
+from titan.core.draft_history import AcceptanceCounts
 
 LACKING_FADE = 1 / 4
 """Share that counts keep of all drafts where drafts bring much less than they did: most of them are of before that."""
@@ -62,7 +63,7 @@ class Controller:
     def __init__(self, costs: Costs) -> None:
         self._probes = Probes()
         self._lessons = Lessons(costs, self._probes)
-        self.costs, self.fleet, self.past = costs, self._lessons.fleet, PastRequests()
+        self.costs, self.past = costs, PastRequests()
         self.compared = NOTHING_COMPARED
         self.has_tried = False  # whether anything was ever drafted or reviewed
         self._standing = Standing()
@@ -81,6 +82,11 @@ class Controller:
     def optimum(self) -> Optimum:
         """The best of the settings that were compared last."""
         return self.compared.optimum
+
+    @property
+    def fleet(self) -> AcceptanceCounts:
+        """Counts of the last drafts of all requests."""
+        return self._lessons.fleet
 
     @property
     def is_probe_due(self) -> bool:
@@ -301,8 +307,9 @@ class Controller:
         usual = [each for each in outcomes if each.seconds <= most]
         if usual:
             self._lessons.add(load, self._decision, Outcome.total(usual), len(usual))
-        for each in [each for each in outcomes if each.seconds > most]:
-            self._lessons.add(load, self._decision, each)
+        for each in outcomes:
+            if each.seconds > most:
+                self._lessons.add(load, self._decision, each)
         if len(usual) < len(outcomes) / 2 and self._num_drafting >= PLAIN_STEPS:  # steps without drafts may have changed, too
             self._num_drafting = MOST_PLAIN_AFTER  # enough, whatever drafting gains
 

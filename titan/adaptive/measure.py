@@ -15,8 +15,11 @@ from titan.core.growth import Feed, chain_spec
 from titan.core.proposals import placeholder_chains
 from titan.kernels.interfaces import Backend, Runner
 
-MAX_SECONDS = 2.0
-"""Time after which no further round begins; two sizes of each model, and what context costs, are measured in any case."""
+MAX_SECONDS = 2.5
+"""Time for all measurements, warm-up left out; two sizes of each model, and what context costs, are measured in any case."""
+
+EXPLORE_SECONDS = 0.8
+"""Of it, that to find out how many sizes there is time for: they are timed twice there, and once in each further round."""
 
 NUM_ROUNDS = 4
 """Times that each size is measured; the least counts."""
@@ -61,14 +64,17 @@ def measure(subjects: Sequence[Subject], backend: Backend, extent: Extent) -> li
     Raises:
         torch.OutOfMemoryError: the device has too little memory.
     """
-    curves, begin = [_Curve(subject, backend, extent) for subject in subjects], time.perf_counter()
+    curves = [_Curve(subject, backend, extent) for subject in subjects]
     with torch.inference_mode():
         for curve in curves:
-            curve.explore(MAX_SECONDS * 2 / (NUM_ROUNDS + 1) / len(curves))  # twice there, once in each of the other rounds
+            curve.warm_up()
+        begin = time.perf_counter()
+        for curve in curves:
+            curve.explore(EXPLORE_SECONDS / len(curves))
         for curve in curves:
             curve.measure_context()
         for _ in range(NUM_ROUNDS - 1):
-            if time.perf_counter() - begin > MAX_SECONDS:
+            if time.perf_counter() - begin + sum(curve.round_seconds for curve in curves) > MAX_SECONDS:
                 break
             for curve in curves:
                 curve.repeat()
@@ -84,17 +90,22 @@ class _Curve:
         self._num_nodes = min(subject.num_nodes, subject.max_len - 1)
         self._max_rows = min(max(extent.num_rows, subject.num_fed), extent.num_requests * subject.max_len)
         self._padded = [size for size in subject.runner.padded_sizes if size <= self._max_rows]
+        self._all_sizes = self._padded or _sizes(self._max_rows)
         self._sizes, self._seconds = list[int](), list[float]()
         self._without_context = self._in_context = float("inf")  # of the passes that show what context costs
+
+    def warm_up(self) -> None:
+        """Run a pass: the first of all may compile kernels, and reads weights from wherever they are."""
+        self._time(self._all_sizes[0], 0)
 
     def explore(self, max_seconds: float) -> None:
         """Time sizes as long as there is time; two in any case."""
         begin = time.perf_counter()
-        for size in self._padded or _sizes(self._max_rows):
+        for size in self._all_sizes:
             if len(self._sizes) >= 2 and time.perf_counter() - begin > max_seconds:
                 break
             seconds = self._time(size, 0)
-            if seconds < max_seconds / 2:  # a short pass finds nothing in the caches the first time
+            if seconds < max_seconds / 2:  # the first short pass of a size finds nothing in the caches
                 seconds = self._time(size, 0)
             place = bisect_left(self._sizes, size)
             self._sizes.insert(place, size)
@@ -109,6 +120,11 @@ class _Curve:
         size, n = self._sizes[self._at], self._num_in_context
         self._without_context = min(self._without_context, self._time(size, 0, n))
         self._in_context = min(self._in_context, self._time(size, self._context_len, n))
+
+    @property
+    def round_seconds(self) -> float:
+        """Time of a further round."""
+        return sum(self._seconds) + self._without_context + self._in_context
 
     def cost(self) -> PassCost:
         """Return the curve."""

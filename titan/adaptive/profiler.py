@@ -38,7 +38,7 @@ class Profiler:
         self.target: PassCost | None = None
         """Cost of the target's passes, which adaptive speculation follows; ``None``: not measured yet."""
         self.seconds = 0.0
-        """Of the last measurement."""
+        """Of the last measurement, warm-up included."""
 
     def measure(self, runner: Runner, drafter: Drafter, max_draft_tokens: int) -> Costs:
         """Measure the passes of the target, if they were not yet, and of the draft model, if there is one.
@@ -65,7 +65,8 @@ class Profiler:
                 subjects.append(Subject(drafter.runner, 0, any_blocks, max_len, num_fed, self._backend.is_host))
             stack.enter_context(self._backend.active())  # as in steps, now that the back end knows the models
             costs = measure(subjects, self._backend, Extent(kv.block_size, schedule.max_batch_size, max_rows))
+        if subjects:
+            self.seconds = time.perf_counter() - begin
         if self.target is None:
             self.target = costs.pop(0)
-        self.seconds = time.perf_counter() - begin
         return Costs(self.target, costs[0] if costs else None)

@@ -171,7 +171,7 @@ class EngineMetrics:
     draft_vocabulary: float | None  # share of the target's tokens that the draft model can propose; None: no model, or not compared
     draft_weight_bits: int | None  # 8: the draft model's matrices were rounded; None: they were not, or no model drafts
     graph_hit_rate: float | None  # share of target and draft passes replayed as CUDA graphs; None: no such device
-    profile_s: float  # that measuring the costs of passes took, at the start or the last swap; 0: none were measured
+    profile_s: float  # that the last measurement of passes took, at the start or a swap; 0: there was none yet
     speculation: SpeculationMetrics | None  # None: it is not adaptive, nothing drafts, or a policy of one's own has none
 
 
