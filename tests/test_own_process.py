@@ -99,31 +99,16 @@ has_begun.wait()
 """
 
 
-@pytest.fixture(scope="module")
-def printed(zoo: Zoo) -> list[str]:
-    """What each of the tests looks at: one process for all, as imports take most of the time."""
-    if not hasattr(os, "fork"):
-        pytest.skip("a platform without fork")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a platform without fork")
+def test_imports_are_light_models_load_in_threads_and_a_process_ends_between_steps(zoo: Zoo) -> None:
+    """One process for all, as imports take most of the time; nor do loading in threads and a fork change what torch does."""
     command = [sys.executable, "-c", OWN_PROCESS, zoo.path("llama+text"), str(WATCHDOG_S)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=2 * WATCHDOG_S, check=False)
     assert ended.returncode == 0 and not ended.stderr, ended.stderr
-    return ended.stdout.split("\n", 3)
-
-
-def test_import_titan_is_light(printed: list[str]) -> None:
-    """And so are its command line, without a command, and its loader, which imports transformers only for what needs it."""
-    assert printed[0] == "set() set()"
-
-
-def test_models_can_be_loaded_in_two_threads_and_loading_changes_nothing_of_torch(printed: list[str]) -> None:
-    assert printed[1] == "{'cpu'} cpu True"
-
-
-def test_a_process_that_is_forked_beside_a_step_can_end(printed: list[str]) -> None:
-    assert printed[2] == "0"
-
-
-def test_a_process_ends_between_the_steps_of_its_daemon_threads(printed: list[str]) -> None:
-    *steps, refusal = printed[3].split(" ", 2 * printed[3].count("begun"))
+    imported, loaded, status_of_fork, last = ended.stdout.split("\n", 3)
+    assert imported == "set() set()", "of the command line, and of the loader"
+    assert loaded == "{'cpu'} cpu True"
+    assert status_of_fork == "0", "a process that is forked beside a step can end"
+    *steps, refusal = last.split(" ", 2 * last.count("begun"))
     assert steps == ["begun", "done"] * (len(steps) // 2) and steps
     assert "while its process ends" in refusal and "answered" not in refusal
