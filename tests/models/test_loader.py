@@ -355,9 +355,8 @@ def status(field):
 implementation, tiny, folder, *dtypes = sys.argv[1:]
 for dtype in dtypes:
     load(tiny, dtype)  # imports and code pages are not the weights'
-    found = []
+    found, before = [], status("VmRSS")
     for _ in range(2):  # on a busy machine, what one thread has read waits for another
-        before = status("VmRSS")
         open("/proc/self/clear_refs", "w").write("5")  # resets the high-water mark
         model = load(folder, dtype)
         found.append((status("VmHWM") - before, status("VmRSS") - before))
