@@ -361,5 +361,5 @@ def test_nothing_is_compiled_or_recorded_while_an_engine_serves(
         engine.step()
         if reviewed.num_output_tokens == 3 and isinstance(engine.drafter, DraftModelDrafter):
             assert engine.drafter.review([reviewed]).num_rows > 3
-    assert kernels.found <= warm and len(kernels.found) > 3
+    assert kernels.found <= warm and len(kernels.found) > (3 if options.get("speculation") == "off" else 9)
     assert len(captures) == num_captures and min(engine.passes.num_replayed, engine.passes.num_eager) > 0
