@@ -293,7 +293,7 @@ class Controller:
         self._alike.append(outcome)
         if self._standing.note_drafts(outcome.num_accepted):
             self._lessons.forget(self._load.candidates, LACKING_FADE)
-        if self._standing.num_left <= 0 or not outcome.num_nodes:
+        if self._standing.num_left <= 0 or not (outcome.num_nodes or outcome.num_draft_passes):
             self.num_repeats = 0
 
     def _end_repeats(self) -> None:
