@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import exp, log
@@ -434,32 +435,65 @@ def _fresh(texts: Sequence[Text]) -> list[Text]:
     return [replace(text, counts=AcceptanceCounts()) for text in texts]
 
 
-FIRST, ALL, SEEDS = 100, 600, 9
-"""Steps at the start, those and what follows, and runs of which the median counts, in the grid."""
+FIRST, ALL = 100, 600
+"""Steps at the start, and those with what follows, in the grid."""
+
+RUNS, MORE_RUNS = 9, 63
+"""Runs of which the median counts; and those of cells that are near a bound after so few."""
+
+OFF_BOUND, FIXED_BOUND, NEAR = 0.97, 0.95, 0.02
+"""Of what rates shall be at least: of no speculation, and of the best fixed number; and what is near these."""
+
+
+class GridCell(NamedTuple):
+    """A cell of the grid; rates as multiples of that without speculation."""
+
+    acceptance: float
+    first: float  # of the first steps
+    rate: float  # of all
+    fixed: dict[int, float]  # with fixed numbers of draft tokens
+
+    @property
+    def of_best(self) -> float:
+        """Rate as a multiple of that of the best fixed number, or of none."""
+        return self.rate / max(1.0, *self.fixed.values())
+
+    @property
+    def is_near(self) -> bool:
+        """Whether a rate is near its bound, or below it."""
+        return min(self.first - OFF_BOUND, self.rate - OFF_BOUND, self.of_best - FIXED_BOUND) < NEAR
 
 
 def main() -> None:
     """Print the whole grid, which takes minutes: all steps as a multiple of off, of the best fixed number, and the first of off."""
-    worst, worst_fixed, worst_first = 9.0, 9.0, 9.0
-    gains, fixed_gains = list[float](), {length: list[float]() for length in LENGTHS}
-    for machine in MACHINES.values():
-        for n in (1, 2, 4, 8, 16, 32, 64):
-            cells = []
-            for acceptance in (0.2, 0.35, 0.5, 0.65, 0.8, 0.95):
-                texts = [Text(acceptance)] * n
-                off = expected_rate(machine, texts, 0)
-                fixed = {length: expected_rate(machine, texts, length, num_steps=ALL) / off for length in LENGTHS}
-                first, rate = np.median([_rates(machine, texts, seed) for seed in range(SEEDS)], axis=0) / off
-                best = max(1.0, *fixed.values())
-                worst, worst_fixed, worst_first = min(worst, rate), min(worst_fixed, rate / best), min(worst_first, first)
-                gains.append(rate)
-                for length, gain in fixed.items():
-                    fixed_gains[length].append(gain)
-                cells.append(f"{rate:.3f} ({rate / best:.3f}, {first:.3f})")
-            print(f"{machine.name:18s}{n:3d}  " + "  ".join(cells), flush=True)
-    single, mean = (max(1.0, *(geometric_mean(each) for each in fixed_gains.values())), geometric_mean(gains))
-    print(f"least: {worst:.3f} of off ({worst_first:.3f} in the first {FIRST} steps), {worst_fixed:.3f} of the best fixed")
-    print(f"mean: {mean / single:.3f} of the best single fixed")
+    cells = []
+    with ProcessPoolExecutor() as pool:
+        for machine in MACHINES:
+            of_machine = []
+            for n in (1, 2, 4, 8, 16, 32, 64):
+                row = list(pool.map(partial(grid_cell, machine, n), (0.2, 0.35, 0.5, 0.65, 0.8, 0.95)))
+                print(f"{machine:18s}{n:3d}  " + "  ".join(f"{each.rate:.3f} ({each.of_best:.3f}, {each.first:.3f})" for each in row))
+                of_machine += row
+            first, rate, of_best = (min(getattr(each, name) for each in of_machine) for name in ("first", "rate", "of_best"))
+            print(f"least: {rate:.3f} of off ({first:.3f} in the first {FIRST} steps), {of_best:.3f} of the best fixed", flush=True)
+            cells += of_machine
+    single = max(1.0, *(geometric_mean([each.fixed[length] for each in cells]) for length in LENGTHS))
+    print(f"mean: {geometric_mean([each.rate for each in cells]) / single:.3f} of the best single fixed")
+
+
+def grid_cell(machine: str, num_texts: int, acceptance: float) -> GridCell:
+    """Run a cell of the grid."""
+    simulated, texts = MACHINES[machine], [Text(acceptance)] * num_texts
+    off = expected_rate(simulated, texts, 0)
+    fixed = {length: expected_rate(simulated, texts, length, num_steps=ALL) / off for length in LENGTHS}
+    runs = list[tuple[float, float]]()
+    for num_runs in (RUNS, MORE_RUNS):
+        runs += [_rates(simulated, texts, seed) for seed in range(len(runs), num_runs)]
+        first, rate = np.median(runs, axis=0) / off
+        cell = GridCell(acceptance, float(first), float(rate), fixed)
+        if not cell.is_near:
+            break
+    return cell
 
 
 def _rates(machine: Machine, texts: Sequence[Text], seed: int) -> tuple[float, float]:
