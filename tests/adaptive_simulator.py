@@ -448,7 +448,6 @@ OFF_BOUND, FIXED_BOUND, NEAR = 0.97, 0.95, 0.02
 class GridCell(NamedTuple):
     """A cell of the grid; rates as multiples of that without speculation."""
 
-    acceptance: float
     first: float  # of the first steps
     rate: float  # of all
     fixed: dict[int, float]  # with fixed numbers of draft tokens
@@ -472,10 +471,11 @@ def main() -> None:
             of_machine = []
             for n in (1, 2, 4, 8, 16, 32, 64):
                 row = list(pool.map(partial(grid_cell, machine, n), (0.2, 0.35, 0.5, 0.65, 0.8, 0.95)))
-                print(f"{machine:18s}{n:3d}  " + "  ".join(f"{each.rate:.3f} ({each.of_best:.3f}, {each.first:.3f})" for each in row))
+                texts = (f"{each.rate:.3f} ({each.of_best:.3f}, {each.first:.3f})" for each in row)
+                print(f"{machine:18s}{n:3d}  " + "  ".join(texts), flush=True)
                 of_machine += row
-            first, rate, of_best = (min(getattr(each, name) for each in of_machine) for name in ("first", "rate", "of_best"))
-            print(f"least: {rate:.3f} of off ({first:.3f} in the first {FIRST} steps), {of_best:.3f} of the best fixed", flush=True)
+            rate, of_best, first = (min(getattr(each, name) for each in of_machine) for name in ("rate", "of_best", "first"))
+            print(f"least: {rate:.3f} of off ({first:.3f} in the first {FIRST} steps), {of_best:.3f} of the best fixed")
             cells += of_machine
     single = max(1.0, *(geometric_mean([each.fixed[length] for each in cells]) for length in LENGTHS))
     print(f"mean: {geometric_mean([each.rate for each in cells]) / single:.3f} of the best single fixed")
@@ -490,7 +490,7 @@ def grid_cell(machine: str, num_texts: int, acceptance: float) -> GridCell:
     for num_runs in (RUNS, MORE_RUNS):
         runs += [_rates(simulated, texts, seed) for seed in range(len(runs), num_runs)]
         first, rate = np.median(runs, axis=0) / off
-        cell = GridCell(acceptance, float(first), float(rate), fixed)
+        cell = GridCell(float(first), float(rate), fixed)
         if not cell.is_near:
             break
     return cell
