@@ -45,7 +45,6 @@ class Belief:
 
     value: float
     variance: float
-    seen_at: int = 0  # number of passes before the last that told something of it
 
     def learn(self, surprise: float, total: float, drift: float) -> None:
         """Take its share of a surprise, whose variance is ``total``."""
@@ -80,7 +79,7 @@ class PassCost:
         self._pace = Belief(0.0, PACE_VARIANCE)
         self._shapes = [Belief(0.0, SHAPE_VARIANCE) for _ in range(NUM_OCTAVES)]
         self._warmth = Belief(0.0, WARM_VARIANCE)
-        self._deviation, self._trend, self._num_seen = DEVIATION, 0.0, 0
+        self._deviation, self._trend = DEVIATION, 0.0
 
     def predict(self, num_rows: float, num_context_tokens: float, *, is_warm: bool = False) -> float:
         """Return the seconds of a pass.
@@ -93,7 +92,7 @@ class PassCost:
         octave = min(log2(num_rows), NUM_OCTAVES - 1.5)
         low = int(octave)
         share = octave - low
-        shape = (1 - share) * self._aged(self._shapes[low]) + share * self._aged(self._shapes[low + 1])
+        shape = (1 - share) * self._shapes[low].value + share * self._shapes[low + 1].value
         factor = exp(self._pace.value + shape + (self._warmth.value if is_warm else 0.0))
         return factor * (self._curve(num_rows) + self.seconds_per_context_token * num_context_tokens)
 
@@ -116,8 +115,9 @@ class PassCost:
 
     def age(self, num_steps: int) -> None:
         """Let errors of the curve be believed less, after steps without drafts of whose passes nothing is known."""
-        self._num_seen += num_steps
-        self._warmth.value *= SHAPE_MEMORY**num_steps
+        memory = SHAPE_MEMORY**num_steps
+        for belief in (*self._shapes, self._warmth):
+            belief.value *= memory
 
     def note(
         self, num_rows: float, num_context_tokens: float, seconds: float, num_steps: int = 1, *, is_warm: bool = False
@@ -135,8 +135,6 @@ class PassCost:
             By how much the logarithm of the pace has changed.
         """
         shape, warmth = self._shapes[round(min(log2(num_rows), NUM_OCTAVES - 1))], self._warmth
-        shape.value, shape.seen_at = self._aged(shape), self._num_seen
-        self._num_seen += num_steps
         expected = self._curve(num_rows) + self.seconds_per_context_token * num_context_tokens
         surprise = log(seconds / expected) - shape.value - self._pace.value
         total = shape.variance + self._pace.variance + self._deviation**2
@@ -147,16 +145,16 @@ class PassCost:
         self._deviation = max(DEVIATION, self._deviation + DEVIATION_RATE * (abs(surprise) - self._deviation))
         self._trend += TREND_RATE * (surprise - self._trend)
         trend, num_drifting = TREND_DRIFT * self._trend**2, min(num_steps, MOST_DRIFTING) if is_warm else num_steps
+        memory = SHAPE_MEMORY**num_steps
         shape.learn(surprise, total, num_drifting * (SHAPE_DRIFT + trend / 4))
+        for each in self._shapes:
+            each.value *= memory
         if is_warm:
             warmth.learn(surprise, total, num_drifting * PACE_DRIFT)
-            warmth.value = min(SHAPE_MEMORY**num_steps * warmth.value, 0.0)
+            warmth.value = min(memory * warmth.value, 0.0)
         before = self._pace.value
         self._pace.learn(surprise, total, num_drifting * (PACE_DRIFT + trend))
         return self._pace.value - before
-
-    def _aged(self, belief: Belief) -> float:
-        return belief.value * SHAPE_MEMORY ** (self._num_seen - belief.seen_at)
 
     def _curve(self, num_rows: float) -> float:
         sizes, seconds = self.sizes, self.seconds
