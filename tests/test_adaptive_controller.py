@@ -114,7 +114,7 @@ def test_first_steps_with_a_hopeless_draft(machine: Machine, n: int) -> None:
 )
 def test_mixed_fleet(machine: Machine, n: int, uniform: float, oracle: float) -> None:
     texts = mixed(n)
-    rate = compare(machine, texts, adaptive(machine), seeds=15)
+    rate = compare(machine, texts, adaptive(machine), seeds=max(15, 120 // n))  # with few requests, runs differ more
     lengths = (1, 2, 3, 4, 6)
     assert rate >= uniform * max(1.0, *(gain_of_fixed(machine, texts, each) for each in lengths))
     assert rate >= oracle * max(1.0, *(gain_of_fixed(machine, texts, *([0, each] * n)) for each in lengths))

@@ -309,7 +309,16 @@ SERVED: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"draft_tree": "chain", "draft_sampling": "greedy"}),
     ("llama", {"draft_tree": "auto", "draft_sampling": "auto"}),
     ("llama", {"draft_tree": "dynamic", "draft_sampling": "sampled"}),
-    ("llama", {"draft_tree": "dynamic", "draft_sampling": "greedy", "max_draft_tokens": 32, "prefill_chunk_size": 40}),
+    (  # passes larger than any that are recorded
+        "llama",
+        {
+            "draft_tree": "dynamic",
+            "draft_sampling": "greedy",
+            "max_draft_tokens": 32,
+            "prefill_chunk_size": 40,
+            "max_batch_size": 12,
+        },
+    ),
     ("llama", {"draft_tree": [-1, -1, 0, 0, 1], "max_draft_tokens": 5, "draft_dtype": torch.float16}),
     *(("llama", {"draft_tree": "dynamic", "draft_vocab_size": size}) for size in (VOCAB_SIZE - 5, VOCAB_SIZE + 3)),
     ("llama", {"draft_tree": "dynamic", "draft_sampling": "auto", "vocab_size": 91}),  # rows begin at any address
@@ -342,7 +351,7 @@ def test_nothing_is_compiled_or_recorded_while_an_engine_serves(
     One request drafts nothing, and is reviewed.
     """
     kernels, captures = Kernels(), list[object]()
-    num_requests = 8
+    num_requests = max(8, options.get("max_batch_size", 0))
     monkeypatch.setattr(type(_walk_kernel), "run", lambda kernel, *args, **options: kernels.run(kernel, *args, **options))
     monkeypatch.setattr("titan.kernels.triton.cuda_graphs.CHUNKED_TOKENS", chunked_tokens)
     device._capture = lambda: lambda passes: (captures.append(passes), capture_in_name(passes))[1]
