@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from titan.adaptive.load import Load
+
+
+@dataclass(slots=True)
+class StepSums:
+    """Seconds of steps."""
+
+    num_steps: int = 0
+    host_seconds: float = 0.0  # beside the passes
+    target_seconds: float = 0.0
+
+    def add(self, host_seconds: float, target_seconds: float) -> None:
+        """Add a step."""
+        self.num_steps += 1
+        self.host_seconds += host_seconds
+        self.target_seconds += target_seconds
 
 
 @dataclass(slots=True)
@@ -16,36 +31,25 @@ class Rest:
     longest: float  # seconds that a step takes if nothing holds it up
     num_allowed: int = 0  # steps that may repeat it
     seconds: float = 0.0  # of all steps
-    num_usual: int = 0
-    usual_host_seconds: float = 0.0  # beside the passes
-    usual_target_seconds: float = 0.0
-    num_held_up: int = 0
-    held_up_host_seconds: float = 0.0
-    held_up_target_seconds: float = 0.0
+    usual: StepSums = field(default_factory=StepSums)
+    held_up: StepSums = field(default_factory=StepSums)
 
     def note(self, seconds: float, target_seconds: float, draft_seconds: float = 0.0) -> None:
         """Add a step, and the time of its passes."""
         self.seconds += seconds
-        if seconds <= self.longest:
-            self.num_usual += 1
-            self.usual_host_seconds += seconds - target_seconds - draft_seconds
-            self.usual_target_seconds += target_seconds
-        else:
-            self.num_held_up += 1
-            self.held_up_host_seconds += seconds - target_seconds - draft_seconds
-            self.held_up_target_seconds += target_seconds
+        sums = self.usual if seconds <= self.longest else self.held_up
+        sums.add(seconds - target_seconds - draft_seconds, target_seconds)
 
     @property
     def num_steps(self) -> int:
         """Number of the steps."""
-        return self.num_usual + self.num_held_up
+        return self.usual.num_steps + self.held_up.num_steps
 
     @property
     def typical_seconds(self) -> tuple[float, float]:
         """Mean of the host's time and of the pass of the target: of usual steps, or of those held up if these are as many."""
-        if self.num_usual > self.num_held_up:
-            return self.usual_host_seconds / self.num_usual, self.usual_target_seconds / self.num_usual
-        return self.held_up_host_seconds / self.num_held_up, self.held_up_target_seconds / self.num_held_up
+        sums = self.usual if self.usual.num_steps > self.held_up.num_steps else self.held_up
+        return sums.host_seconds / sums.num_steps, sums.target_seconds / sums.num_steps
 
     @property
     def mean_load(self) -> Load:
