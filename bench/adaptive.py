@@ -281,7 +281,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--quick", action="store_true", help="a first look: 1 and 8 at once, two fixed numbers, outputs of 48 tokens, 3 rounds")
     add_target(parser)
     add_draft(parser)
-    add("--dtype", choices=list(RUN_DTYPES), default="bfloat16")
+    add("--dtype", choices=list(RUN_DTYPES), default="bfloat16", help="of weights and KV (default: bfloat16)")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:N (default: %(default)s)")
     add("--concurrency", nargs="+", type=positive, default=[1, 8, 32], help="requests at once (default: 1 8 32)")
     add("--fixed", nargs="+", type=fixed_setting, default=["1", "2", "4", "6"], help=FIXED_HELP)

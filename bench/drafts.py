@@ -217,7 +217,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     draft_help = f"may be given again (default: {' '.join(DEMO_DRAFTS)}; with another target {' '.join(OTHER_DRAFTS)})"
     add("--draft", action="append", metavar="NAME[,OPTION=VALUE...]", help=draft_help)
     add("--max-draft-tokens", type=positive, default=4, help="of drafts that do not say it (default: %(default)s)")
-    add("--dtype", choices=list(RUN_DTYPES), default="bfloat16")
+    add("--dtype", choices=list(RUN_DTYPES), default="bfloat16", help="of weights and KV (default: bfloat16)")
     add("--temperature", nargs="+", type=float, default=[0.0], help="of the requests (default: %(default)s)")
     add("--top-k", type=int, default=0, help="above temperature 0; 0: all (default: %(default)s)")
     add("--top-p", type=float, default=1.0, help="above temperature 0 (default: %(default)s)")

@@ -203,7 +203,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--quick", action="store_true", help="a first look: 22 short requests, 8 at once, 5 s, one round")
     add_target(parser)
     add_draft(parser)
-    add("--dtype", choices=list(RUN_DTYPES), default="bfloat16")
+    add("--dtype", choices=list(RUN_DTYPES), default="bfloat16", help="of weights and KV (default: bfloat16)")
     add("--scenario", nargs="+", choices=NAMES, default=list(NAMES), help="default: all")
     add("--rate", nargs="+", type=above_zero, default=(), help="requests per second (default: shares of capacity)")
     add("--num-requests", type=positive, default=105, help="of a run (default: %(default)s)")

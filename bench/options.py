@@ -56,7 +56,7 @@ def add_draft_weight_bits(parser: argparse.ArgumentParser) -> None:
         type=weight_bits_of,
         default="auto",
         metavar="BITS",
-        help="of Titan's drafts: 8, none (as they are), or auto, which is 8 where it is faster (default)",
+        help="of Titan's drafts: 8, none (as they are), or auto, which is 8 where kernels can read them so (default)",
     )
 
 

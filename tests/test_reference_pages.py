@@ -1,4 +1,4 @@
-"""Pages that list what a program may name, options, metrics and names that are kept; and links of all pages."""
+"""Pages that list what a program may name, methods, options, metrics and names that are kept; and links of all pages."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import re
 from ast import literal_eval
 from collections.abc import Iterator
 from dataclasses import fields
+from inspect import Parameter, signature
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 import pytest
 
-from titan import EngineMetrics, RequestMetrics, SamplingParams
+from titan import LLM, CompletionOutput, EngineMetrics, RequestMetrics, RequestOutput, SamplingParams
 from titan.core.metrics import (
     DraftMetrics,
     RecentMetrics,
@@ -23,6 +24,7 @@ from titan.core.metrics import (
     UserMetrics,
 )
 from titan.core.options import MemoryOptions, ModelOptions, ScheduleOptions, SpeculationOptions
+from titan.core.outputs import Logprob
 from titan.core.terms import RequestTerms
 from titan.kernels.cpu.kinds import CPU_KERNELS, KINDS
 
@@ -81,11 +83,33 @@ def test_the_kinds_of_kernels_of_the_page_are_those_that_there_are() -> None:
     ],
 )
 def test_the_metrics_of_the_page_are_those_that_there_are(section: str, group: Any) -> None:
-    properties = [name for name, value in vars(group).items() if isinstance(value, property)]
-    assert [name for names, *_ in rows("metrics.md", section) for name in names] == [
-        *(each.name for each in fields(group)),
-        *properties,
-    ]
+    assert [name for names, *_ in rows("metrics.md", section) for name in names] == field_names(group)
+
+
+@pytest.mark.parametrize("group", [RequestOutput, CompletionOutput, Logprob])
+def test_the_fields_of_outputs_of_the_page_are_those_that_there_are(group: Any) -> None:
+    assert [name for names, *_ in rows("api.md", group.__name__) for name in names] == field_names(group)
+
+
+def field_names(group: Any) -> list[str]:
+    """Names of the fields of a dataclass, and of its properties."""
+    return [*(each.name for each in fields(group)), *(name for name, value in vars(group).items() if isinstance(value, property))]
+
+
+def test_the_methods_and_arguments_of_the_page_are_those_that_there_are() -> None:
+    methods = {name: method for name, method in vars(LLM).items() if not name.startswith("_")}
+    assert sorted(name for [name], *_ in rows("api.md", "LLM")) == sorted(methods)
+    on_page = {
+        (method, name, literal_eval(default))
+        for [name], [default], owners, *_ in rows("api.md", "Arguments of a call")
+        for method in owners
+    }
+    assert on_page == {
+        (method, each.name, each.default)
+        for method in ("generate", "chat", "chat_prompt")
+        for each in signature(methods[method]).parameters.values()
+        if each.default is not Parameter.empty and each.name != "sampling_params"
+    }
 
 
 def slug(heading: str) -> str:

@@ -13,6 +13,7 @@ from itertools import zip_longest
 
 from titan.commands.options import add_model_options, flag, given
 from titan.core.dtypes import dtype_name
+from titan.core.metrics import EngineMetrics
 from titan.core.options import (
     DRAFT_SAMPLINGS,
     SPECULATION_TARGETS,
@@ -24,6 +25,7 @@ from titan.core.options import (
 from titan.core.outputs import RequestMetrics, RequestOutput
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import Acceptance, StepPlan
+from titan.diagnosis import faults
 from titan.draft.registry import is_registered
 from titan.frontend.prompts import Prompt
 from titan.llm import LLM
@@ -102,6 +104,7 @@ def main(argv: Sequence[str]) -> int:
     if not (args.chat or args.json):
         print(text, end="", flush=True)
     run = _run(llm, prompt, params, echo=not args.json, keep_trees=args.show_tree)
+    summary = _summary(run, llm.metrics())
     plain = _run(llm, prompt, plain_params, echo=False) if args.compare else None
     if args.json:
         result = _as_json(run, plain)
@@ -112,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
     print("\n")
     if args.show_tree:
         _print_trees(llm, run.trees)
-    print(_summary(run, llm.metrics().draft_vocabulary))
+    print(summary)
     if plain is not None:
         print(
             f"without speculation: {plain.num_tokens} tokens, {plain.tokens_per_second:.1f} tokens/s, "
@@ -188,7 +191,7 @@ def _tree_as_json(verified: VerifiedTree) -> dict[str, object]:
     }
 
 
-def _summary(run: Run, draft_vocabulary: float | None) -> str:
+def _summary(run: Run, engine: EngineMetrics) -> str:
     metrics = run.output.metrics
     line = f"{run.num_tokens} tokens, {run.tokens_per_second:.1f} tokens/s"
     if metrics.num_draft_tokens:
@@ -196,9 +199,11 @@ def _summary(run: Run, draft_vocabulary: float | None) -> str:
         nodes = metrics.num_draft_tokens / metrics.num_sequence_steps
         line += f", mean acceptance length {metrics.mean_acceptance_length:.2f}, {nodes:.2f} draft tokens per step"
         line += f", acceptance per depth {per_depth}"
-    if draft_vocabulary is not None and draft_vocabulary < 1:
-        line += f"; the draft's vocabulary has {draft_vocabulary:.1%} of the target's tokens"
-    return line
+    elif engine.draft != "none":
+        line += ", nothing was drafted"
+    if engine.draft_vocabulary is not None and engine.draft_vocabulary < 1:
+        line += f"; the draft's vocabulary has {engine.draft_vocabulary:.1%} of the target's tokens"
+    return "\n".join([line, *faults(engine)])
 
 
 def _acceptance_per_depth(metrics: RequestMetrics) -> list[float]:
@@ -277,7 +282,7 @@ def _make_parser() -> argparse.ArgumentParser:
         type=weight_bits_of,
         metavar="BITS",
         help="8: round the draft's matrices, which a CPU with AVX2 or AVX-512, or a GPU in bfloat16, reads in less time; none: "
-        "leave them as they are; auto: 8 where it is faster (default)",
+        "leave them as they are; auto: 8 where kernels can read them so (default)",
     )
     add("--device", help="auto, cpu, cuda or cuda:N (default: auto)")
     add("--num-threads", type=int, help="threads on a CPU (default: one per physical core, at most PyTorch's number)")

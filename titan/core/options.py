@@ -128,8 +128,8 @@ class ModelOptions:
             Drafters without a model have none.
         draft_weight_bits: 8 rounds the matrices of draft models of Titan's own decoder to 3 bits of mantissa. A CPU with AVX2 or
             AVX-512 then reads 8 bits each, where others take 16 or 12, and so does a GPU in bfloat16 for few rows, with half as
-            much memory again. What is proposed changes a little, no output's distribution does. "auto" = 8 where that is faster,
-            else as they are; ``None`` = as they are.
+            much memory again. What is proposed changes a little, no output's distribution does. "auto" = 8 where kernels can
+            read them so, else as they are; ``None`` = as they are.
     """
 
     dtype: str | torch.dtype = option("auto", _check_dtype)

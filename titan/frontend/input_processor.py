@@ -161,4 +161,4 @@ def _encode_bad_word(tokenizer: Any, vocab_size: int, word: str) -> list[tuple[i
 
 
 def _draw_seed(source: np.random.SeedSequence) -> int:
-    return int(source.generate_state(1, np.uint64)[0])
+    return int(source.generate_state(1, np.uint64)[0]) >> 1  # seeds that may be given have 63 bits
