@@ -125,7 +125,7 @@ def _note_first_children(
             break
         is_accepted = first == child
         if scores is not None:
-            confidence = exp(scores[first] - score)
+            confidence = exp(min(scores[first] - score, 0.0))  # a drafter on the device may score a child above its parent
             surprises.append(is_accepted - confidence)
             score = scores[child]
         for each in counts:

@@ -349,6 +349,7 @@ def test_one_bad_prompt_is_refused_and_the_others_keep_their_outputs(llm: LLM, n
         assert (refused.prompt, refused.prompt_token_ids) == (None, [] if isinstance(prompt, float) else list(prompt))
     assert refused.outputs == [CompletionOutput(i, "", [], finish_reason="error") for i in range(bad_params.n)]
     assert refused.finished and refused.metrics.num_emitted_tokens == 0 and refused.metrics.finished_time is not None
+    assert len({first.request_id, refused.request_id, last.request_id, *(output.request_id for output in expected)}) == 5
     with raises(*parts):
         raise ValueError(refused.error)
 

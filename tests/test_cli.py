@@ -361,6 +361,14 @@ def test_a_prompt_may_come_from_the_standard_input(
     assert main(["generate", "-", *models]) == 2 and "standard input" in capsys.readouterr().err
 
 
+def test_a_prompt_may_look_like_an_option(models: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", *models, "--json", "--max-tokens", "2", "--", "--chat"]) == 0
+    assert json.loads(capsys.readouterr().out)["prompt"] == "--chat"
+    with pytest.raises(SystemExit, match="2"):
+        main(["generate", "--", "--chat", "--json"])
+    assert "unrecognized arguments: --json" in capsys.readouterr().err
+
+
 def test_an_interrupt_while_a_command_is_imported_is_no_traceback(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

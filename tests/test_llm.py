@@ -228,7 +228,7 @@ def test_abort_ends_all_completions_of_a_request_and_no_other(llm: LLM) -> None:
     streams = [llm.stream(prompt, greedy(40, ignore_eos=True, n=2)) for prompt in PROMPTS[:2]]
     first, other = (next(stream) for stream in streams)
     assert llm.abort("no such") == 0
-    assert (llm.abort(["no such", first.request_id]), llm.abort(first.request_id)) == (1, 0)
+    assert (llm.abort(["no such", f"{first.request_id}-1", first.request_id]), llm.abort(first.request_id)) == (1, 0)
     [last] = streams[0]
     assert [each.finish_reason for each in last.outputs] == ["abort"] * 2 and "was called" in (last.error or "")
     assert [each.token_ids[: len(old.token_ids)] for each, old in zip(last.outputs, first.outputs, strict=True)] == [

@@ -223,6 +223,15 @@ def test_a_report_of_growth_that_is_not_of_these_rows_is_refused() -> None:
         of(on_device(growth=GrowthReport(1, 3, 0.1, np.zeros(2, np.float32))))
 
 
+@pytest.mark.parametrize("score", [0.5, 1000.0, np.inf])
+def test_first_scores_that_are_no_probabilities_are_refused(score: float) -> None:
+    """Rounding may make one a little more than 1, and of some trees there are none."""
+    scores = np.array([1e-6, score, np.nan], np.float32)
+    with pytest.raises(ValueError, match="the drafter 'mine' gave first_scores above 0 of its growth"):
+        of(on_device(growth=GrowthReport(1, 3, 0.1, scores)))
+    of(on_device(growth=GrowthReport(1, 3, 0.1, np.minimum(scores, np.float32(1e-6)))))
+
+
 @pytest.mark.parametrize("seconds", [0.0, -1.0, np.inf, np.nan])
 def test_passes_that_took_no_time_are_refused(seconds: float) -> None:
     """Costs are followed by its logarithm."""

@@ -58,9 +58,10 @@ def _discard_output() -> None:
 
 
 def _run_command(argv: Sequence[str] | None) -> int:
-    args = _make_parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    command, arguments = _make_parser().parse_args(words[:1]).command, words[1:]  # which the command reads
     try:
-        return _bench(args.arguments) if args.command == "bench" else _run("titan.commands", args.command, args.arguments)
+        return _bench(arguments) if command == "bench" else _run("titan.commands", command, arguments)
     except (RuntimeError, MemoryError) as error:  # RecursionError is a RuntimeError
         print(f"titan: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
         return 1
@@ -82,7 +83,6 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"titan {__version__}")
     parser.add_argument("command", choices=COMMANDS, help=argparse.SUPPRESS)
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)  # which the command reads
     return parser
 
 

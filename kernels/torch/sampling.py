@@ -104,12 +104,14 @@ def _cut_top_k(logits: Tensor, limits: Ints) -> Tensor:
 
 
 def _cut_top_p(probs: Tensor, top_p: Tensor, num_candidates: int = TOP_P_CANDIDATES) -> Tensor:
-    """Keep the fewest most likely tokens whose mass reaches ``top_p`` [n, 1]; rows with 1 are not cut."""
+    """Keep the fewest most likely tokens whose mass reaches ``top_p`` [n, 1], of equal ones the first; rows with 1 are not cut."""
     vocab_size = probs.shape[-1]
     largest = probs.topk(min(num_candidates, vocab_size), dim=-1)
-    mass_before = largest.values.cumsum(-1) - largest.values
-    kept = largest.values.masked_fill(mass_before >= top_p, 0.0)
-    nucleus = torch.where(top_p < 1, torch.zeros_like(probs).scatter_(-1, largest.indices, kept), probs)
+    is_kept = largest.values.cumsum(-1) - largest.values < top_p
+    least = largest.values.masked_fill(~is_kept, torch.inf).amin(-1, keepdim=True)
+    is_tied = probs == least
+    is_surplus = is_tied & (is_tied.cumsum(-1) > (is_kept & (largest.values == least)).sum(-1, keepdim=True))
+    nucleus = probs.masked_fill(((probs < least) | is_surplus) & (top_p < 1), 0.0)
     is_open = ((largest.values.sum(-1, keepdim=True) < top_p) & (top_p < 1))[:, 0]
     if num_candidates < vocab_size and bool(is_open.any()):
         nucleus[is_open] = _cut_top_p(probs[is_open], top_p[is_open], 16 * num_candidates)

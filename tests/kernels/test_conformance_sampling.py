@@ -213,12 +213,7 @@ def test_no_rows_have_no_distributions(backend: Backend) -> None:
     assert backend.sampling.probs(torch.zeros(0, 9, device=backend.device), sampling_rows([])).shape == (0, 9)
 
 
-# What kernels do beyond that: equal logits are cut by token id, whatever the chunk. To Triton, rows may lie apart.
-
-
-@pytest.fixture(params=["cpu", "triton"])
-def by_id(request: pytest.FixtureRequest) -> Backend:
-    return triton_backend() if request.param == "triton" else make_back_end("cpu")
+# Equal logits are cut by token id, whatever the chunk. To Triton, rows may lie apart.
 
 
 def assert_cut_by_token_id(backend: Backend, logits: Tensor, options: Sequence[Option]) -> Tensor:
@@ -227,7 +222,7 @@ def assert_cut_by_token_id(backend: Backend, logits: Tensor, options: Sequence[O
     return expected > 0
 
 
-def test_equal_logits_are_cut_by_token_id(by_id: Backend) -> None:
+def test_equal_logits_are_cut_by_token_id(backend: Backend) -> None:
     """Of five values that many tokens share each, the cuts fall on one of them."""
     top_k, top_p = [(1.0, 4, 1.0, 0.0), (2.0, 23, 1.0, 0.0)], [(1.0, 0, 0.37, 0.0), (3.0, 40, 0.51, 0.0), (3.0, 9, 0.9, 0.3)]
     options = [*top_k, *top_p, (1.0, 0, 1.0, 1.0), (1.0, 3, 1.0, 1.0)]
@@ -236,18 +231,18 @@ def test_equal_logits_are_cut_by_token_id(by_id: Backend) -> None:
     logits[:, 5:30:7] = 0.0  # the same number
     logits[1] = -logits[1].abs()  # -0.0 at most
     logits[3, ::2] = -INF
-    rows = zip(logits, assert_cut_by_token_id(by_id, logits, options), strict=True)
+    rows = zip(logits, assert_cut_by_token_id(backend, logits, options), strict=True)
     is_cut = [bool((row[~is_kept] == row[is_kept].min()).any()) for row, is_kept in rows]
     assert sum(is_cut) >= 5, "hardly a cut falls between equal logits: nothing is tested"
 
 
-def test_equal_logits_are_counted_across_chunks(by_id: Backend) -> None:
+def test_equal_logits_are_counted_across_chunks(backend: Backend) -> None:
     logits = torch.zeros(3, 2 * CHUNK + 500)
     logits[:, [1, 4000, CHUNK + 2]] = 1.0
-    is_kept = assert_cut_by_token_id(by_id, logits, [(1.0, 2 * CHUNK + 9, 1.0, 0.0), (1.0, 5, 1.0, 0.0), (0.0, 0, 1.0, 0.0)])
+    is_kept = assert_cut_by_token_id(backend, logits, [(1.0, 2 * CHUNK + 9, 1.0, 0.0), (1.0, 5, 1.0, 0.0), (0.0, 0, 1.0, 0.0)])
     assert is_kept[1].nonzero()[:, 0].tolist() == [0, 1, 2, 4000, CHUNK + 2]
     logits[:, ::3], logits[:, 1::3], logits[:, 2::2] = -0.0, -1.0, 1.0  # more of each pair than fit into registers
-    assert_cut_by_token_id(by_id, logits, [(1.0, 2 * CHUNK + 9, 1.0, 0.0), (2.0, CHUNK + 1700, 1.0, 0.0), (9.0, 0, 0.875, 0.0)])
+    assert_cut_by_token_id(backend, logits, [(1.0, 2 * CHUNK + 9, 1.0, 0.0), (2.0, CHUNK + 1700, 1.0, 0.0), (9.0, 0, 0.875, 0.0)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -16,6 +16,9 @@ from titan.core.trees import NODE_DTYPES, DraftTree, DraftTrees, NodeColumns, Up
 MASS_TOLERANCE = 0.01
 """Largest difference of the sum of a q from 1; rounding to bfloat16 stays below it."""
 
+SCORE_ROUNDING = 1e-3
+"""Most by which rounding makes the log-probability of a token that is sure larger than 0."""
+
 
 class TreeLimits(NamedTuple):
     """Limits on what a drafter may propose, one entry per row of a plan."""
@@ -120,6 +123,8 @@ def _check_trees(trees: DraftTrees, limits: TreeLimits, drafter: str, vocab_size
     if (growth := trees.growth) is not None:
         if len(growth.first_scores) != trees.num_rows:
             raise ValueError(f"{name} gave {len(growth.first_scores)} first_scores of its growth: they must be {trees.num_rows}")
+        if (growth.first_scores > SCORE_ROUNDING).any():
+            raise ValueError(f"{name} gave first_scores above 0 of its growth: they must be log-probabilities, or NaN")
         if growth.seconds is not None and not 0 < growth.seconds < inf:
             raise ValueError(f"{name} gave seconds={growth.seconds} of its growth: they must be above 0 and finite, or None")
     num_nodes = trees.num_nodes

@@ -66,7 +66,7 @@ class FrontEnd:
         outputs = [
             self._outputs.make_output(request, list(request.prompt_token_ids))
             if isinstance(request, Request)
-            else refused_output(terms[i].request_id or f"refused-{i}", prompts[i], params[i], request.reason)
+            else refused_output(terms[i].request_id or self._inputs.next_id(), prompts[i], params[i], request.reason)
             for i, request in enumerate(made)
         ]
         _say_what_failed(completions)

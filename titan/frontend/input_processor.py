@@ -106,6 +106,10 @@ class InputProcessor:
             make_siblings(*family)
         return family[0]
 
+    def next_id(self) -> str:
+        """Return an id that no request has, and that no call may give."""
+        return str(next(self._numbers))
+
     def _check_terms(self, terms: RequestTerms) -> None:
         policy = self._engine.scheduler.policy
         if type(policy) not in NOT_BY_PRIORITY:  # a subclass may look at what it likes

@@ -176,8 +176,11 @@ class StepLoop:
         def abort_families() -> int:
             num_aborted = 0
             for run in self._runs:
+                asked = dict[Request, str]()  # the first of each family, by which of its ids
                 for request_id in run.by_id if wanted is None else run.by_id.keys() & wanted:
-                    unfinished = [each for each in run.by_id[request_id].family if not each.is_finished]
+                    asked.setdefault(run.by_id[request_id].family[0], request_id)
+                for first, request_id in asked.items():
+                    unfinished = [each for each in first.family if not each.is_finished]
                     for each in unfinished:
                         scheduler.abort(each, "abort_all() was called" if wanted is None else f"abort({request_id!r}) was called")
                     num_aborted += bool(unfinished)
