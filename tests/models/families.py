@@ -244,6 +244,11 @@ COMPOSITE: Rows = {
     ),
     "gemma4": (TEXT_ONLY, {"text_config": TRANSFORMERS["gemma4_text"][1], "vision_config": PATCHES, "audio_config": None}),
     "glm4v": (TEXT_ONLY, QWEN),
+    "got_ocr2": (
+        f"{TEXT_ONLY}, whose own layers have no attention interface; windows",
+        {"text_config": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}}
+        | {"vision_config": PATCHES | {"output_channels": 16}, "image_token_index": 120},
+    ),
     "idefics3": (TEXT_ONLY, {"text_config": {"model_type": "llama"}, "vision_config": PATCHES, "image_token_id": 120}),
     "internvl": (
         TEXT_ONLY,
@@ -276,6 +281,11 @@ GATHERED: Rows = {
     "falcon:new": ("no attention interface; grouped KV heads", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "gpt_neox_japanese": ("no attention interface", {}),
     "gptj": ("no attention interface; interleaved rope", {}),
+    "llava:gptj": (
+        f"{TEXT_ONLY}, without attention interface",
+        {"text_config": {"model_type": "gptj"}, "vision_config": PATCHES | {"model_type": "clip_vision_model"}}
+        | {"image_token_index": 120},
+    ),
     "xglm": ("no attention interface; sinusoidal positions", {}),
 }
 
@@ -347,7 +357,7 @@ NOT_TRIED = {
         "roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xlnet xmod"
     ),
     "with images or sound; its language model is tried alone where it is a family of its own": (
-        "dots3_note emu3 fuyu gemma3n gemma4_unified git got_ocr2 mllama moss_transcribe_diarize musicgen "
+        "dots3_note emu3 fuyu gemma3n gemma4_unified git mllama moss_transcribe_diarize musicgen "
         "musicgen_melody phi4_multimodal qwen3_5 qwen3_5_moe qwen4_exp"
     ),
     "drafts of one other model": "gemma4_assistant gemma4_unified_assistant",

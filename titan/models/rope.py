@@ -59,7 +59,7 @@ def read_rope(config: PretrainedConfig, head_dim: int, entry: str, *, may_rotate
     rope_type = parameters.get("rope_type") if parameters else None
     if rope_type not in ROPE_TYPES:
         raise NotNativeError(f"rope type {rope_type!r} is not supported: it must be one of {', '.join(ROPE_TYPES)}")
-    partial = parameters.get("partial_rotary_factor") or 1.0
+    partial = 1.0 if (given := parameters.get("partial_rotary_factor")) is None else given
     rotary_dim = int(head_dim * check_number("partial_rotary_factor", partial, low=0, high=1, open_low=True))
     if partial != 1.0 and not may_rotate_part:
         raise NotNativeError(f"partial_rotary_factor={partial} is not supported: it must be 1")

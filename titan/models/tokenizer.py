@@ -30,7 +30,7 @@ TIKTOKEN = "tiktoken.model"
 LENGTH_WARNING = "sequence-length-is-longer-than-the-specified-maximum"
 """What transformers calls its warning of a long text, which it gives once: here prompts that are too long are refused."""
 TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")
-TOKENIZER_SIGNS = ("tokenizer*", "vocab.*", "merges.txt", "spiece.model")
+TOKENIZER_SIGNS = ("tokenizer*", "vocab.*", "merges.txt", "*.model")
 """Files of which a folder with a tokenizer has at least one."""
 
 

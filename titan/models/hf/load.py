@@ -127,7 +127,7 @@ def _bind(model: Any, config: TransformersConfig, dtype: torch.dtype) -> PagedAt
     """Give a model its attention over paged KV."""
     if "own_attention" in config.traits:
         return GatheredAttention(dtype)
-    model.set_attn_implementation(IMPLEMENTATION)
+    find_decoder(model).set_attn_implementation(IMPLEMENTATION)
     set_experts(model, GROUPED)
     return PagedAttention(model, config.modules, dtype)
 

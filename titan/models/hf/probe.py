@@ -153,7 +153,7 @@ def read_modules(model: nn.Module, calls: list[Call], text_config: Any) -> list[
     if len(layers) != text_config.num_hidden_layers:
         raise ValueError(
             f"{len(layers)} of {text_config.num_hidden_layers} layers attend through transformers' attention interface: layers "
-            f"that keep another state than keys and values are not supported"
+            f"that keep another state than keys and values, or do not run for text alone, are not supported"
         )
     return layers
 
