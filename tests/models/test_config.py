@@ -28,6 +28,7 @@ def test_the_generation_config_decides_on_the_end_tokens(tmp_path: Path) -> None
     assert read(tmp_path).eos_token_ids == (2,)
     assert read(tmp_path, eos_token_id=[2, 5]).eos_token_ids == (2, 5)
     assert read(tmp_path, eos_token_id=None).eos_token_ids == ()
+    assert read(tmp_path, eos_token_id=[-1, 2]).eos_token_ids == (2,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
     assert read(tmp_path).eos_token_ids == (7, 8)
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.5}')

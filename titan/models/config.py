@@ -245,7 +245,7 @@ def end_tokens(own: object, override: tuple[int, ...] | None, vocab_size: int) -
         ValueError: as `as_token_ids`.
     """
     token_ids = as_token_ids(own) if override is None else override
-    return tuple(each for each in token_ids if each < vocab_size)
+    return tuple(each for each in token_ids if 0 <= each < vocab_size)
 
 
 def as_token_ids(value: object) -> tuple[int, ...]:
@@ -255,6 +255,6 @@ def as_token_ids(value: object) -> tuple[int, ...]:
         ValueError: it is something else.
     """
     token_ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in token_ids):
+    if not all(isinstance(each, int) and not isinstance(each, bool) for each in token_ids):
         raise ValueError(f"eos_token_id={value!r} is not allowed: it must be a token id, a list of them, or null")
     return tuple(token_ids)
