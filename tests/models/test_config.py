@@ -135,5 +135,7 @@ def test_numbers_of_other_families_are_checked(tmp_path: Path) -> None:
     part = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.44}
     with pytest.raises(ValueError, match=r"partial_rotary_factor=0\.44 rotates 7 of 16 dimensions"):
         read(tmp_path, "phi3", rope_parameters=part)
+    with pytest.raises(ValueError, match=r"partial_rotary_factor=0 is not allowed: it must be a number in \(0, 1\]"):
+        read(tmp_path, "phi3", rope_parameters=part | {"partial_rotary_factor": 0})
     with pytest.raises(ValueError, match=r"final_logit_softcapping=30\.0 is not supported: it must be null"):
         read(tmp_path, "gemma3_text", architectures=["Gemma3ForCausalLM"], final_logit_softcapping=30.0)

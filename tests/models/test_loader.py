@@ -263,16 +263,16 @@ def test_of_mistrals_large_vocabularies_alone_the_pattern_is_corrected(
         assert load_tokenizer(ModelFiles(str(tmp_path))) is not None
 
 
-@pytest.mark.parametrize("missing", ["sentencepiece", "protobuf"])
+@pytest.mark.parametrize(("missing", "name"), [("sentencepiece", "tokenizer.model"), ("protobuf", "sentencepiece.bpe.model")])
 def test_what_reads_a_tokenizer_of_sentencepiece_is_named_where_it_is_not_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str, name: str
 ) -> None:
     for package in ("sentencepiece", "protobuf"):
         monkeypatch.setattr(f"transformers.utils.import_utils.is_{package}_available", lambda found=package != missing: found)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
+    (tmp_path / name).write_bytes(b"\n\x0e\n\x05<unk>")
     with pytest.raises(
-        ValueError, match=r"tokenizer\.model\): `pip install sentencepiece protobuf`, with which tokenizer\.model can be"
+        ValueError, match=rf"{re.escape(name)}\): `pip install sentencepiece protobuf`, with which {re.escape(name)} can be"
     ):
         load_tokenizer(ModelFiles(str(tmp_path)))
 
