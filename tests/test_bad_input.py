@@ -342,6 +342,8 @@ def test_one_bad_prompt_is_refused_and_the_others_keep_their_outputs(llm: LLM, n
     assert llm.metrics().num_steps == num_steps
     with pytest.warns(UserWarning, match="prompt 1 was not run: .*" + re.escape(str(parts[0]))):
         first, refused, last = llm.generate([good[0], prompt, good[1]], [params, bad_params, params], use_tqdm=False)
+    with pytest.warns(UserWarning, match="prompt 1 was not run: "):
+        _, again = llm.generate([good[0], prompt], [replace(params, max_tokens=1), bad_params], use_tqdm=False)
     assert [first.outputs, last.outputs] == [output.outputs for output in expected]
     if isinstance(prompt, str | dict):
         assert (refused.prompt, refused.prompt_token_ids) == (prompt if isinstance(prompt, str) else prompt.get("prompt"), [])
@@ -349,7 +351,7 @@ def test_one_bad_prompt_is_refused_and_the_others_keep_their_outputs(llm: LLM, n
         assert (refused.prompt, refused.prompt_token_ids) == (None, [] if isinstance(prompt, float) else list(prompt))
     assert refused.outputs == [CompletionOutput(i, "", [], finish_reason="error") for i in range(bad_params.n)]
     assert refused.finished and refused.metrics.num_emitted_tokens == 0 and refused.metrics.finished_time is not None
-    assert len({first.request_id, refused.request_id, last.request_id, *(output.request_id for output in expected)}) == 5
+    assert len({output.request_id for output in (first, refused, last, again, *expected)}) == 6
     with raises(*parts):
         raise ValueError(refused.error)
 

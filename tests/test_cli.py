@@ -361,6 +361,18 @@ def test_a_prompt_may_come_from_the_standard_input(
     assert main(["generate", "-", *models]) == 2 and "standard input" in capsys.readouterr().err
 
 
+def test_it_says_that_nothing_was_drafted_and_what_is_wrong(
+    models: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert generate(*models[:2], "--draft-model", "ngram", *models[4:], "--max-tokens", "1") == 0
+    assert capsys.readouterr().out.endswith("tokens/s, nothing was drafted\n")
+    assert generate(*models[:2], *models[4:]) == 0 and "drafted" not in capsys.readouterr().out
+    monkeypatch.setattr("titan.commands.generate.faults", lambda metrics: [f"the draft {metrics.draft!r} failed 7 times"])
+    assert generate(*models) == 0
+    *_, summary, fault = capsys.readouterr().out.splitlines()
+    assert "draft tokens per step" in summary and fault.endswith(" failed 7 times")
+
+
 def test_a_prompt_may_look_like_an_option(models: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", *models, "--json", "--max-tokens", "2", "--", "--chat"]) == 0
     assert json.loads(capsys.readouterr().out)["prompt"] == "--chat"

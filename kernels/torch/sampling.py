@@ -105,14 +105,17 @@ def _cut_top_k(logits: Tensor, limits: Ints) -> Tensor:
 
 def _cut_top_p(probs: Tensor, top_p: Tensor, num_candidates: int = TOP_P_CANDIDATES) -> Tensor:
     """Keep the fewest most likely tokens whose mass reaches ``top_p`` [n, 1], of equal ones the first; rows with 1 are not cut."""
-    vocab_size = probs.shape[-1]
-    largest = probs.topk(min(num_candidates, vocab_size), dim=-1)
-    is_kept = largest.values.cumsum(-1) - largest.values < top_p
-    least = largest.values.masked_fill(~is_kept, torch.inf).amin(-1, keepdim=True)
-    is_tied = probs == least
-    is_surplus = is_tied & (is_tied.cumsum(-1) > (is_kept & (largest.values == least)).sum(-1, keepdim=True))
-    nucleus = probs.masked_fill(((probs < least) | is_surplus) & (top_p < 1), 0.0)
-    is_open = ((largest.values.sum(-1, keepdim=True) < top_p) & (top_p < 1))[:, 0]
+    vocab_size, is_cut = probs.shape[-1], top_p < 1
+    values, tokens = probs.topk(min(num_candidates, vocab_size), dim=-1)
+    is_kept = values.cumsum(-1) - values < top_p
+    nucleus = torch.where(is_cut, torch.zeros_like(probs).scatter_(-1, tokens, values.masked_fill(~is_kept, 0.0)), probs)
+    least = values.masked_fill(~is_kept, torch.inf).amin(-1, keepdim=True)
+    is_tied = values.gather(1, is_kept.sum(-1, keepdim=True).clamp(max=values.shape[1] - 1)) == least  # the first that is cut
+    for i in (is_tied & is_cut)[:, 0].nonzero()[:, 0].tolist():  # `topk` lists any of those that are equal
+        tied = (probs[i] == least[i]).nonzero()[:, 0]
+        nucleus[i, tied] = 0.0
+        nucleus[i, tied[: int((is_kept[i] & (values[i] == least[i])).sum())]] = least[i]
+    is_open = ((values.sum(-1, keepdim=True) < top_p) & is_cut)[:, 0]
     if num_candidates < vocab_size and bool(is_open.any()):
         nucleus[is_open] = _cut_top_p(probs[is_open], top_p[is_open], 16 * num_candidates)
     return nucleus

@@ -10,12 +10,12 @@ import pytest
 from proposals import BUSHY
 from stepping import host_trees, make_request
 
-from titan.core.draft_history import Average, DraftHistory
+from titan.core.draft_history import AcceptanceCounts, Average, DraftHistory
 from titan.core.growth import BeamSpec, GrowthSpec, ShapeSpec
 from titan.core.request import Request
 from titan.core.sampling_params import SamplingParams
 from titan.core.step import Acceptance, StepPlan
-from titan.core.trees import DraftTree
+from titan.core.trees import DraftTree, GrowthReport
 from titan.draft.feedback import note_verification
 from titan.draft.policy import CHAIN_CHILDREN, MAX_CHAIN_NODES, DraftPolicy
 
@@ -124,6 +124,18 @@ def test_only_sampled_trees_tell_how_often_siblings_of_a_rank_are_accepted(is_sa
     learnt, before = (each.rank_acceptance for each in (request.draft_history, DraftHistory()))
     assert [a.value > b.value for a, b in zip(learnt, before, strict=True)] == [False, is_sampled, False, False]
     assert [a.value < b.value for a, b in zip(learnt, before, strict=True)] == [is_sampled, False, False, False]
+
+
+def test_a_child_that_is_scored_above_its_parent_is_sure_at_most() -> None:
+    """Scores on a device are not checked."""
+    request, scores = request_of(0.8), np.array([-1000.0, -0.1], np.float32)
+    trees = host_trees([DraftTree(np.array([7, 3]), np.array([-1, 0], np.int32), scores=scores)])
+    growth = GrowthReport(2, 2, 0.1, scores[:1])
+    fleet = AcceptanceCounts()
+    note_verification(
+        StepPlan([request], [1], [2], [2]), Acceptance(replace(trees, growth=growth), [[0, 1]], [[7, 3, 5]], [None]), fleet
+    )
+    assert fleet.num_expected == 1.0 < fleet.num_accepted
 
 
 @pytest.mark.parametrize(("draft_tree", "is_caterpillar"), [("auto", True), ("dynamic", False)])

@@ -42,6 +42,44 @@ class TinyForCausalLM(LlamaForCausalLM):
         super().__init__(config)
         self.model.embed_tokens = TinyEmbedding(config.vocab_size, config.hidden_size)
 """
+PLAIN_DECODER = """
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+
+class TinyConfig(LlamaConfig):
+    model_type = "tiny_remote"
+
+
+class TinyDecoder(nn.Module):
+    def __init__(self, llama):
+        super().__init__()
+        self.config, self.embed_tokens, self.layers = llama.config, llama.embed_tokens, llama.layers
+        self.norm, self.rotary_emb = llama.norm, llama.rotary_emb
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None, **options):
+        x = self.embed_tokens(input_ids)
+        if position_ids is None:
+            num_past = 0 if past_key_values is None else past_key_values.get_seq_length()
+            position_ids = torch.arange(num_past, num_past + x.shape[1], device=x.device)[None]
+        shared = {"attention_mask": attention_mask, "past_key_values": past_key_values, "position_ids": position_ids}
+        shared["attention_mask"] = create_causal_mask(config=self.config, inputs_embeds=x, **shared)
+        rotation = self.rotary_emb(x, position_ids=position_ids)
+        for layer in self.layers:
+            x = layer(x, position_embeddings=rotation, **shared, **options)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
+
+
+class TinyForCausalLM(LlamaForCausalLM):
+    config_class = TinyConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = TinyDecoder(self.model)
+"""
 CONFIG = {
     "model_type": "tiny_remote",
     "architectures": ["TinyForCausalLM"],
@@ -65,8 +103,9 @@ def _modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name)
 
 
-def test_trusted_code_runs_to_greedy_parity_and_drafts(tmp_path: Path) -> None:
-    make_remote(folder := tmp_path / "remote")
+@pytest.mark.parametrize("code", [CODE, PLAIN_DECODER], ids=["embedding", "decoder"])
+def test_trusted_code_runs_to_greedy_parity_and_drafts(tmp_path: Path, code: str) -> None:
+    make_remote(folder := tmp_path / "remote", code)
     with pytest.raises(
         ValueError, match=r"auto_map=.*TinyConfig.* names code of the checkpoint: allowed with trust_remote_code=True"
     ):

@@ -21,7 +21,7 @@ from titan.models.hf.checks import check_config
 from titan.models.hf.composite import composite_class
 from titan.models.hf.experts import set_experts
 from titan.models.hf.gathered import ShapeCache
-from titan.models.hf.head import Head, find_decoder
+from titan.models.hf.head import Head, find_attending, find_decoder
 from titan.models.hf.paged import IMPLEMENTATION, attend
 from titan.models.hf.probe import ProbedModule
 from titan.models.hf.quantised import check_quantisation
@@ -71,7 +71,7 @@ def describe(source: Any, eos_token_ids: tuple[int, ...] | None = None, *, trust
     decoder.register_forward_hook(lambda _module, _args, output: hidden.append(output.last_hidden_state[0]))
     with torch.no_grad(), quiet(), probe.without_weights(model):
         with _naming(f"the decoder of {type(model).__name__} does not turn a token into hidden states"):
-            if decoder._can_set_attn_implementation():  # a composite's own class goes by its vision tower
+            if find_attending(model)._can_set_attn_implementation():
                 modules = tuple(each._replace(spec=within(each.spec, limit)) for each in _probe_modules(model, text_config))
                 layers, traits = tuple(each.spec for each in modules if each.source is None), {"transformers"}
                 for each in layers:
@@ -111,7 +111,7 @@ def _probe_modules(model: Any, text_config: Any) -> list[ProbedModule]:
     """Return what modules ask transformers' attention interface for."""
     decoder, calls = find_decoder(model), {}
     for name in (probe.UNMASKED_PROBE, probe.PROBE):
-        decoder.set_attn_implementation(name)
+        find_attending(model).set_attn_implementation(name)
         set_experts(model, probe.PROBE)
         with probe.recording() as calls[name]:
             decoder(input_ids=torch.zeros(1, 1, dtype=torch.int64), attention_mask=torch.ones(1, 1).long(), use_cache=False)

@@ -53,6 +53,17 @@ def find_decoder(model: Any) -> Any:
     raise ValueError(f"{type(model).__name__} has no decoder apart from its head, which is not supported")
 
 
+def find_attending(model: Any) -> Any:
+    """Return what chooses how layers attend: the decoder, or the model around one that is none of transformers' models.
+
+    A composite model is not asked itself: transformers goes by the code of its class, which may have layers for images alone.
+    """
+    from transformers import PreTrainedModel
+
+    decoder = find_decoder(model)
+    return decoder if isinstance(decoder, PreTrainedModel) else model
+
+
 class Head:
     """All that a model does with the hidden states of its decoder: the output layer with its own scales and caps."""
 

@@ -20,7 +20,7 @@ from titan.models.hf.composite import is_composite
 from titan.models.hf.describe import TransformersConfig, empty_model
 from titan.models.hf.experts import GROUPED, set_experts
 from titan.models.hf.gathered import GatheredAttention, check_gathering
-from titan.models.hf.head import find_decoder
+from titan.models.hf.head import find_attending, find_decoder
 from titan.models.hf.model import CHECKED_SLOTS, TransformersModel
 from titan.models.hf.paged import IMPLEMENTATION, PagedAttention
 from titan.models.hf.process_heap import give_back
@@ -127,7 +127,7 @@ def _bind(model: Any, config: TransformersConfig, dtype: torch.dtype) -> PagedAt
     """Give a model its attention over paged KV."""
     if "own_attention" in config.traits:
         return GatheredAttention(dtype)
-    find_decoder(model).set_attn_implementation(IMPLEMENTATION)
+    find_attending(model).set_attn_implementation(IMPLEMENTATION)
     set_experts(model, GROUPED)
     return PagedAttention(model, config.modules, dtype)
 
