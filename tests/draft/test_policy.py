@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from proposals import BUSHY
 from stepping import host_trees, make_request
 
@@ -128,13 +129,11 @@ def test_only_sampled_trees_tell_how_often_siblings_of_a_rank_are_accepted(is_sa
 
 def test_a_child_that_is_scored_above_its_parent_is_sure_at_most() -> None:
     """Scores on a device are not checked."""
-    request, scores = request_of(0.8), np.array([-1000.0, -0.1], np.float32)
-    trees = host_trees([DraftTree(np.array([7, 3]), np.array([-1, 0], np.int32), scores=scores)])
-    growth = GrowthReport(2, 2, 0.1, scores[:1])
-    fleet = AcceptanceCounts()
-    note_verification(
-        StepPlan([request], [1], [2], [2]), Acceptance(replace(trees, growth=growth), [[0, 1]], [[7, 3, 5]], [None]), fleet
-    )
+    request, fleet, scores = request_of(0.8), AcceptanceCounts(), np.array([-1000.0, -0.1], np.float32)
+    trees = host_trees([DraftTree(np.array([7, 3]), np.array([-1, 0], np.int32), scores=np.zeros(2, np.float32))])
+    nodes = trees.nodes._replace(scores=torch.from_numpy(scores))
+    trees = replace(trees, nodes=nodes, growth=GrowthReport(2, 2, 0.1, scores[:1]))
+    note_verification(StepPlan([request], [1], [2], [2]), Acceptance(trees, [[0, 1]], [[7, 3, 5]], [None]), fleet)
     assert fleet.num_expected == 1.0 < fleet.num_accepted
 
 
