@@ -31,7 +31,7 @@ from titan.bench.draft_recipes import DraftRecipe, LoadedDraft, Models
 from titan.bench.engine_run import first_steps, make_idle, run_workload, workload_steps
 from titan.bench.hopeless_drafts import HalfHopelessDrafter, load_shuffled
 from titan.bench.loading import engine_options, load_target, open_backend
-from titan.bench.options import add_draft, add_target, bench_parser, model_options, output_file, parse, positive
+from titan.bench.options import add_draft, add_dtype, add_target, bench_parser, model_options, output_file, parse, positive
 from titan.bench.plot import check_plot, plot_rows
 from titan.bench.prompts import prompt_stream
 from titan.bench.report import Report, count, figure_table, in_one_round, measure_and_publish
@@ -39,7 +39,6 @@ from titan.bench.samples import Row, Sample, Spread, group_samples, make_rows, w
 from titan.bench.side_by_side import OwnTime, Steps, run_side_by_side
 from titan.bench.turns import Turns, log
 from titan.bench.workloads import Lengths, Workload, take_workload
-from titan.core.dtypes import RUN_DTYPES
 from titan.core.options import EngineConfig, SpeculationOptions, draft_tree_of
 from titan.draft.base import Drafter
 from titan.draft.draft_model import DraftModelDrafter
@@ -281,7 +280,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--quick", action="store_true", help="a first look: 1 and 8 at once, two fixed numbers, outputs of 48 tokens, 3 rounds")
     add_target(parser)
     add_draft(parser)
-    add("--dtype", choices=list(RUN_DTYPES), default="bfloat16", help="of weights and KV (default: bfloat16)")
+    add_dtype(parser)
     add("--device", default="auto", help="auto, cpu, cuda, cuda:N (default: %(default)s)")
     add("--concurrency", nargs="+", type=positive, default=[1, 8, 32], help="requests at once (default: 1 8 32)")
     add("--fixed", nargs="+", type=fixed_setting, default=["1", "2", "4", "6"], help=FIXED_HELP)

@@ -27,14 +27,13 @@ from titan import LLM, SamplingParams
 from titan.bench.draft_recipes import DraftRecipe, Models
 from titan.bench.engine_run import NUM_DEPTHS, make_idle, run_workload
 from titan.bench.loading import engine_options, threads_on
-from titan.bench.options import add_draft_weight_bits, add_target, bench_parser, model_options, parse, positive
+from titan.bench.options import add_draft_weight_bits, add_dtype, add_target, bench_parser, model_options, parse, positive
 from titan.bench.prompts import SOURCES, SYNTHETIC, prompt_stream
 from titan.bench.report import Report, count, figure_table, in_one_round, measure_and_publish
 from titan.bench.runs import Run, with_equal_outputs
 from titan.bench.samples import NO_DRAFT, Label, Row, Sample, make_rows, rotated, with_ratio
 from titan.bench.turns import Turns, error_line
 from titan.bench.workloads import Lengths, Workload, take_workload
-from titan.core.dtypes import RUN_DTYPES
 from titan.draft.base import Drafter
 from titan.kernels.backend import choose_device
 from titan.models.files import DEMO, ModelFiles, resolve_model
@@ -217,7 +216,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     draft_help = f"may be given again (default: {' '.join(DEMO_DRAFTS)}; with another target {' '.join(OTHER_DRAFTS)})"
     add("--draft", action="append", metavar="NAME[,OPTION=VALUE...]", help=draft_help)
     add("--max-draft-tokens", type=positive, default=4, help="of drafts that do not say it (default: %(default)s)")
-    add("--dtype", choices=list(RUN_DTYPES), default="bfloat16", help="of weights and KV (default: bfloat16)")
+    add_dtype(parser)
     add("--temperature", nargs="+", type=float, default=[0.0], help="of the requests (default: %(default)s)")
     add("--top-k", type=int, default=0, help="above temperature 0; 0: all (default: %(default)s)")
     add("--top-p", type=float, default=1.0, help="above temperature 0 (default: %(default)s)")

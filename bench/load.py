@@ -34,13 +34,12 @@ from typing import Any, TypeVar
 from titan.bench.engine_run import make_idle, run_workload
 from titan.bench.load_scenarios import Scenario, make_scenarios
 from titan.bench.loading import engine_options, load_target, open_backend
-from titan.bench.options import above_zero, add_draft, add_target, bench_parser, parse, positive
+from titan.bench.options import above_zero, add_draft, add_dtype, add_target, bench_parser, parse, positive
 from titan.bench.report import Report, count, figure_table, measure_and_publish
 from titan.bench.runs import Run
 from titan.bench.samples import Label, Row, Sample, make_rows, rotated, with_ratio
 from titan.bench.turns import Turns
 from titan.bench.workloads import Lengths, Workload, draw_arrivals
-from titan.core.dtypes import RUN_DTYPES
 from titan.core.options import EngineConfig
 from titan.engine import Engine
 
@@ -203,7 +202,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--quick", action="store_true", help="a first look: 22 short requests, 8 at once, 5 s, one round")
     add_target(parser)
     add_draft(parser)
-    add("--dtype", choices=list(RUN_DTYPES), default="bfloat16", help="of weights and KV (default: bfloat16)")
+    add_dtype(parser)
     add("--scenario", nargs="+", choices=NAMES, default=list(NAMES), help="default: all")
     add("--rate", nargs="+", type=above_zero, default=(), help="requests per second (default: shares of capacity)")
     add("--num-requests", type=positive, default=105, help="of a run (default: %(default)s)")

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from titan.core.dtypes import RUN_DTYPES
 from titan.core.options import MODEL_IMPLS, weight_bits_of
 from titan.kernels.cpu.threads import available_cores
 from titan.models.files import DEMO, resolve_model
@@ -47,6 +48,11 @@ def add_draft(parser: argparse.ArgumentParser) -> None:
     """Add the options for the draft and how it is loaded; `parse` fills in that of the demo pair, if its target is asked for."""
     parser.add_argument("--draft-model", help="folder or hub id of the draft, or ngram (default: the demo's, or none)")
     add_draft_weight_bits(parser)
+
+
+def add_dtype(parser: argparse.ArgumentParser) -> None:
+    """Add ``--dtype``, of a benchmark that runs in one."""
+    parser.add_argument("--dtype", choices=list(RUN_DTYPES), default="bfloat16", help="of weights and KV (default: bfloat16)")
 
 
 def add_draft_weight_bits(parser: argparse.ArgumentParser) -> None:
