@@ -91,16 +91,8 @@ def _cut_top_k(logits: Tensor, limits: Ints) -> Tensor:
     vocab_size, most = logits.shape[-1], int(limits[limits < logits.shape[-1]].max())
     values, tokens = logits.topk(most + 1, dim=-1)
     column = _column(limits, logits)
-    last = column.clamp(max=most) - 1
-    least = values.gather(1, last)
-    is_tied = ((values.gather(1, last + 1) == least) & (column < vocab_size))[:, 0]
-    for i in is_tied.nonzero()[:, 0].tolist():  # `topk` lists any of those that are equal
-        num_larger = int((values[i] > least[i]).sum())
-        tokens[i, num_larger : limits[i]] = (logits[i] == least[i]).nonzero()[: limits[i] - num_larger, 0]
     is_kept = torch.arange(most + 1, device=logits.device) < column
-    kept = (torch.where(is_kept, each, each[:, :1]) for each in (tokens, values))  # the others write the first once more
-    cut = torch.full_like(logits, float("-inf")).scatter_(-1, *kept)
-    return torch.where(column < vocab_size, cut, logits)
+    return torch.where(column < vocab_size, _keep(logits, values, tokens, is_kept, float("-inf")), logits)
 
 
 def _cut_top_p(probs: Tensor, top_p: Tensor, num_candidates: int = TOP_P_CANDIDATES) -> Tensor:
@@ -108,17 +100,31 @@ def _cut_top_p(probs: Tensor, top_p: Tensor, num_candidates: int = TOP_P_CANDIDA
     vocab_size, is_cut = probs.shape[-1], top_p < 1
     values, tokens = probs.topk(min(num_candidates, vocab_size), dim=-1)
     is_kept = values.cumsum(-1) - values < top_p
-    nucleus = torch.where(is_cut, torch.zeros_like(probs).scatter_(-1, tokens, values.masked_fill(~is_kept, 0.0)), probs)
-    least = values.masked_fill(~is_kept, torch.inf).amin(-1, keepdim=True)
-    is_tied = values.gather(1, is_kept.sum(-1, keepdim=True).clamp(max=values.shape[1] - 1)) == least  # the first that is cut
-    for i in (is_tied & is_cut)[:, 0].nonzero()[:, 0].tolist():  # `topk` lists any of those that are equal
-        tied = (probs[i] == least[i]).nonzero()[:, 0]
-        nucleus[i, tied] = 0.0
-        nucleus[i, tied[: int((is_kept[i] & (values[i] == least[i])).sum())]] = least[i]
-    is_open = ((values.sum(-1, keepdim=True) < top_p) & is_cut)[:, 0]
+    nucleus = torch.where(is_cut, _keep(probs, values, tokens, is_kept, 0.0), probs)
+    is_open = is_kept[:, -1] & is_cut[:, 0]  # none of the candidates is cut
     if num_candidates < vocab_size and bool(is_open.any()):
         nucleus[is_open] = _cut_top_p(probs[is_open], top_p[is_open], 16 * num_candidates)
     return nucleus
+
+
+def _keep(numbers: Tensor, values: Tensor, tokens: Tensor, is_kept: Tensor, other: float) -> Tensor:
+    """Keep the largest numbers of each row, of equal ones the first.
+
+    Args:
+        numbers: [n, vocab].
+        values: [n, k], the largest of each row, in descending order.
+        tokens: int64 [n, k], of these; changed.
+        is_kept: bool [n, k], which of these are kept; if one is, so are those before it.
+        other: what the other numbers become.
+    """
+    num_kept, most = is_kept.sum(-1, keepdim=True), values.shape[1]
+    least = values.gather(1, (num_kept - 1).clamp(min=0))
+    is_tied = (num_kept < most) & (values.gather(1, num_kept.clamp(max=most - 1)) == least)
+    for i in is_tied[:, 0].nonzero()[:, 0].tolist():  # `topk` lists any of those that are equal
+        num_larger = int((values[i] > least[i]).sum())
+        tokens[i, num_larger : num_kept[i]] = (numbers[i] == least[i]).nonzero()[: num_kept[i] - num_larger, 0]
+    kept = (torch.where(is_kept, each, each[:, :1]) for each in (tokens, values))  # the others write the first once more
+    return torch.full_like(numbers, other).scatter_(-1, *kept)
 
 
 def softmax_at(logits: Tensor, temperatures: Tensor) -> Tensor:
