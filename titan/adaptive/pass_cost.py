@@ -115,9 +115,8 @@ class PassCost:
 
     def age(self, num_steps: int) -> None:
         """Let errors of the curve be believed less, after steps without drafts of whose passes nothing is known."""
-        memory = SHAPE_MEMORY**num_steps
-        for belief in (*self._shapes, self._warmth):
-            belief.value *= memory
+        self._age_shapes(num_steps)
+        self._warmth.value *= SHAPE_MEMORY**num_steps
 
     def note(
         self, num_rows: float, num_context_tokens: float, seconds: float, num_steps: int = 1, *, is_warm: bool = False
@@ -145,16 +144,19 @@ class PassCost:
         self._deviation = max(DEVIATION, self._deviation + DEVIATION_RATE * (abs(surprise) - self._deviation))
         self._trend += TREND_RATE * (surprise - self._trend)
         trend, num_drifting = TREND_DRIFT * self._trend**2, min(num_steps, MOST_DRIFTING) if is_warm else num_steps
-        memory = SHAPE_MEMORY**num_steps
         shape.learn(surprise, total, num_drifting * (SHAPE_DRIFT + trend / 4))
-        for each in self._shapes:
-            each.value *= memory
+        self._age_shapes(num_steps)
         if is_warm:
             warmth.learn(surprise, total, num_drifting * PACE_DRIFT)
-            warmth.value = min(memory * warmth.value, 0.0)
+            warmth.value = min(SHAPE_MEMORY**num_steps * warmth.value, 0.0)
         before = self._pace.value
         self._pace.learn(surprise, total, num_drifting * (PACE_DRIFT + trend))
         return self._pace.value - before
+
+    def _age_shapes(self, num_steps: int) -> None:
+        memory = SHAPE_MEMORY**num_steps
+        for each in self._shapes:
+            each.value *= memory
 
     def _curve(self, num_rows: float) -> float:
         sizes, seconds = self.sizes, self.seconds
